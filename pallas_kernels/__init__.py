@@ -1,0 +1,41 @@
+"""Attention over a paged KV cache, as pure JAX functions.
+
+A pool holds the keys and values of all layers in blocks; a back end, chosen once by name, owns
+its layout. Everything above sees block ids only.
+"""
+
+from pallas_kernels.metadata import AttentionMetadata
+from pallas_kernels.ops import copy_blocks, paged_attention, read_blocks, write_blocks, write_kv
+from pallas_kernels.pool import KV_HEADS, KVPool, KVSpec, PoolLayout
+from pallas_kernels.reference import ReferenceBackend
+from pallas_kernels.registry import (
+    Backend,
+    backend_names,
+    choose_backend,
+    get_backend,
+    register_backend,
+)
+from pallas_kernels.scoring import Scoring
+from pallas_kernels.xla import XlaBackend
+
+register_backend(ReferenceBackend())
+register_backend(XlaBackend())
+
+__all__ = [
+    "KV_HEADS",
+    "AttentionMetadata",
+    "Backend",
+    "KVPool",
+    "KVSpec",
+    "PoolLayout",
+    "Scoring",
+    "backend_names",
+    "choose_backend",
+    "copy_blocks",
+    "get_backend",
+    "paged_attention",
+    "read_blocks",
+    "register_backend",
+    "write_blocks",
+    "write_kv",
+]

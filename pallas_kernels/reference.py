@@ -1,0 +1,142 @@
+"""The oracle: plain jnp, slow and obvious. Every row is gathered whole and attended densely."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import block_moves
+from pallas_kernels.metadata import AttentionMetadata
+from pallas_kernels.pool import (
+    KV_HEADS,
+    KVPool,
+    KVSpec,
+    PoolLayout,
+    block_in_range,
+    check_spec,
+    zeros_pool,
+)
+from pallas_kernels.scoring import Scoring
+
+
+@dataclass(frozen=True)
+class ReferenceBackend:
+    """Keys and values side by side, token-major: two arrays `[L*N, b, K, D]`."""
+
+    name: str = "reference"
+
+    def layout(self, spec: KVSpec) -> PoolLayout:
+        layers, blocks, block_size, num_kv_heads, head_size, dtype = check_spec(spec)
+        array = jax.ShapeDtypeStruct((layers * blocks, block_size, num_kv_heads, head_size), dtype)
+        partition = PartitionSpec(None, None, KV_HEADS, None)
+        return PoolLayout((array, array), (partition, partition))
+
+    def init_pool(self, spec: KVSpec) -> KVPool:
+        return zeros_pool(self.layout(spec), check_spec(spec))
+
+    def write_kv(
+        self,
+        pool: KVPool,
+        k: Float[Array, "T K D"],
+        v: Float[Array, "T K D"],
+        slots: Int[Array, " T"],
+        *,
+        layer: int | Int[Array, ""],
+    ) -> KVPool:
+        block = block_in_range(pool.spec, layer, slots // pool.spec.block_size)
+        offset = slots % pool.spec.block_size
+        arrays = tuple(
+            array.at[block, offset].set(new.astype(array.dtype), mode="drop")
+            for array, new in zip(pool.arrays, (k, v), strict=True)
+        )
+        return KVPool(arrays, pool.spec)
+
+    def paged_attention(
+        self,
+        q: Float[Array, "T H D"],
+        pool: KVPool,
+        attn: AttentionMetadata,
+        scoring: Scoring,
+        *,
+        layer: int | Int[Array, ""],
+        group: int,
+        decode_rows: int,
+    ) -> Float[Array, "T H D"]:
+        tokens = jnp.arange(q.shape[0], dtype=jnp.int32)
+        out = jnp.zeros(q.shape, jnp.float32)
+        for row in range(attn.seq_lens.shape[0]):
+            start, end = attn.query_start_loc[row], attn.query_start_loc[row + 1]
+            position = attn.seq_lens[row] - (end - start) + (tokens - start)
+            in_row = (tokens >= start) & (tokens < end) & (attn.seq_lens[row] > 0)
+            position = jnp.where(in_row, position, -1)
+            k, v, exists = _gather(pool, layer, attn.block_tables[group, row])
+            out += _attend(q, k, v, exists, position, scoring)
+        return out.astype(q.dtype)
+
+    def copy_blocks(self, pool: KVPool, src: Int[Array, " M"], dst: Int[Array, " M"]) -> KVPool:
+        return block_moves.copy_blocks(pool, src, dst)
+
+    def read_blocks(self, pool: KVPool, ids: Int[Array, " M"]) -> tuple[jax.Array, ...]:
+        return block_moves.read_blocks(pool, ids)
+
+    def write_blocks(
+        self, pool: KVPool, ids: Int[Array, " M"], values: tuple[jax.Array, ...]
+    ) -> KVPool:
+        return block_moves.write_blocks(pool, ids, values)
+
+
+def _gather(
+    pool: KVPool, layer: int | Int[Array, ""], block_table: Int[Array, " B"]
+) -> tuple[Float[Array, "J K D"], Float[Array, "J K D"], Bool[Array, " J"]]:
+    """All the row's slots in order: keys and values `[B*b, K, D]` in float32, and which exist."""
+    spec = pool.spec
+    index = block_in_range(spec, layer, block_table)
+    k, v = (
+        array.at[index]
+        .get(mode="fill", fill_value=0)
+        .astype(jnp.float32)
+        .reshape(-1, spec.num_kv_heads, spec.head_size)
+        for array in pool.arrays
+    )
+    exists = (block_table > 0) & (index < spec.num_layers * spec.num_blocks)
+    return k, v, jnp.repeat(exists, spec.block_size)
+
+
+def _attend(
+    q: Float[Array, "T H D"],
+    k: Float[Array, "J K D"],
+    v: Float[Array, "J K D"],
+    exists: Bool[Array, " J"],
+    position: Int[Array, " T"],
+    scoring: Scoring,
+) -> Float[Array, "T H D"]:
+    """Every query against every key of one row; queries with a negative position give 0."""
+    group_size = q.shape[1] // k.shape[1]
+    key_position = jnp.arange(k.shape[0], dtype=jnp.int32)[None, :]
+    seen = exists[None, :] & (key_position <= position[:, None])
+    if scoring.window is not None:
+        seen &= key_position > position[:, None] - scoring.window
+    k = jnp.where(seen.any(axis=0)[:, None, None], k, 0)
+    v = jnp.where(seen.any(axis=0)[:, None, None], v, 0)
+    if scoring.k_scale is not None:
+        k = k * scoring.k_scale[None, :, None]
+    if scoring.v_scale is not None:
+        v = v * scoring.v_scale[None, :, None]
+    k, v = jnp.repeat(k, group_size, axis=1), jnp.repeat(v, group_size, axis=1)
+
+    scores = jnp.einsum("thd,jhd->thj", q.astype(jnp.float32), k, precision="highest")
+    scores = scores * jnp.float32(scoring.scale)
+    if scoring.softcap is not None:
+        scores = scoring.softcap * jnp.tanh(scores / scoring.softcap)
+    seen = seen[:, None, :]
+    top = jnp.max(scores, axis=-1, keepdims=True, where=seen, initial=-1e30)
+    if scoring.sinks is not None:
+        top = jnp.maximum(top, scoring.sinks[None, :, None])
+    weights = jnp.where(seen, jnp.exp(scores - top), 0)
+    total = weights.sum(axis=-1, keepdims=True)
+    if scoring.sinks is not None:
+        total = total + jnp.exp(scoring.sinks[None, :, None] - top)
+    weights = weights / jnp.where(total > 0, total, 1)
+    return jnp.einsum("thj,jhd->thd", weights, v, precision="highest")

@@ -1,0 +1,91 @@
+"""Attention back ends by name. A new accelerator is one file, and one line in this package's
+front door."""
+
+from typing import Protocol
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.metadata import AttentionMetadata
+from pallas_kernels.pool import KVPool, KVSpec, PoolLayout
+from pallas_kernels.scoring import Scoring
+
+
+class Backend(Protocol):
+    """One way to store a pool and attend over it.
+
+    A hashable value whose methods are pure and may be traced. Callers go through
+    `pallas_kernels.ops`, which checks every argument first, so a back end checks only what it
+    alone cannot take, and says so by name and value at trace time.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def layout(self, spec: KVSpec) -> PoolLayout: ...
+
+    def init_pool(self, spec: KVSpec) -> KVPool: ...
+
+    def write_kv(
+        self,
+        pool: KVPool,
+        k: Float[Array, "T K D"],
+        v: Float[Array, "T K D"],
+        slots: Int[Array, " T"],
+        *,
+        layer: int | Int[Array, ""],
+    ) -> KVPool: ...
+
+    def paged_attention(
+        self,
+        q: Float[Array, "T H D"],
+        pool: KVPool,
+        attn: AttentionMetadata,
+        scoring: Scoring,
+        *,
+        layer: int | Int[Array, ""],
+        group: int,
+        decode_rows: int,
+    ) -> Float[Array, "T H D"]: ...
+
+    def copy_blocks(self, pool: KVPool, src: Int[Array, " M"], dst: Int[Array, " M"]) -> KVPool: ...
+
+    def read_blocks(self, pool: KVPool, ids: Int[Array, " M"]) -> tuple[jax.Array, ...]: ...
+
+    def write_blocks(
+        self, pool: KVPool, ids: Int[Array, " M"], values: tuple[jax.Array, ...]
+    ) -> KVPool: ...
+
+
+_backends: dict[str, Backend] = {}
+
+
+def register_backend(backend: Backend) -> Backend:
+    """Makes a back end known by its name; raises `ValueError` if the name is taken."""
+    if backend.name == "auto" or backend.name in _backends:
+        raise ValueError(f"attention back end name {backend.name!r} is taken")
+    _backends[backend.name] = backend
+    return backend
+
+
+def backend_names() -> tuple[str, ...]:
+    return tuple(sorted(_backends))
+
+
+def get_backend(name: str) -> Backend:
+    """The back end of that name; raises `ValueError` listing the known ones."""
+    if name not in _backends:
+        known = ", ".join(backend_names())
+        raise ValueError(f"unknown attention back end {name!r}; known: {known}")
+    return _backends[name]
+
+
+def choose_backend(name: str, device_kind: str) -> tuple[Backend, str]:
+    """The back end to use, and why, in words for a log.
+
+    `name` is a back end's name, taken at its word, or `"auto"`. `device_kind` is the device's own
+    description (`jax.Device.device_kind`).
+    """
+    if name != "auto":
+        return get_backend(name), f"{name}: chosen by name"
+    return get_backend("xla"), f"xla: auto, no kernel is written for {device_kind!r}"

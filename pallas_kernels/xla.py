@@ -1,0 +1,103 @@
+"""The fast portable back end: plain XLA operations, tuned for the CPU."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import block_moves
+from pallas_kernels.metadata import AttentionMetadata
+from pallas_kernels.pool import (
+    KV_HEADS,
+    KVPool,
+    KVSpec,
+    PoolLayout,
+    block_in_range,
+    check_spec,
+    zeros_pool,
+)
+from pallas_kernels.scoring import Scoring
+from pallas_kernels.xla_attention import attend_decodes, attend_prefills
+
+
+@dataclass(frozen=True)
+class XlaBackend:
+    """Two arrays: keys feature-major inside a block `[L*N, K, D, b]`, values `[L*N, K, b, D]`.
+
+    On the CPU give it a float32 pool: XLA's bfloat16 scatter there copies the whole pool.
+    """
+
+    name: str = "xla"
+
+    def layout(self, spec: KVSpec) -> PoolLayout:
+        layers, blocks, block_size, num_kv_heads, head_size, dtype = check_spec(spec)
+        keys = (layers * blocks, num_kv_heads, head_size, block_size)
+        values = (layers * blocks, num_kv_heads, block_size, head_size)
+        partition = PartitionSpec(None, KV_HEADS, None, None)
+        return PoolLayout(
+            (jax.ShapeDtypeStruct(keys, dtype), jax.ShapeDtypeStruct(values, dtype)),
+            (partition, partition),
+        )
+
+    def init_pool(self, spec: KVSpec) -> KVPool:
+        return zeros_pool(self.layout(spec), check_spec(spec))
+
+    def write_kv(
+        self,
+        pool: KVPool,
+        k: Float[Array, "T K D"],
+        v: Float[Array, "T K D"],
+        slots: Int[Array, " T"],
+        *,
+        layer: int | Int[Array, ""],
+    ) -> KVPool:
+        block = block_in_range(pool.spec, layer, slots // pool.spec.block_size)
+        offset = slots % pool.spec.block_size
+        keys, values = pool.arrays
+        keys = keys.at[block, :, :, offset].set(k.astype(keys.dtype), mode="drop")
+        values = values.at[block, :, offset].set(v.astype(values.dtype), mode="drop")
+        return KVPool((keys, values), pool.spec)
+
+    def paged_attention(
+        self,
+        q: Float[Array, "T H D"],
+        pool: KVPool,
+        attn: AttentionMetadata,
+        scoring: Scoring,
+        *,
+        layer: int | Int[Array, ""],
+        group: int,
+        decode_rows: int,
+    ) -> Float[Array, "T H D"]:
+        tables = attn.block_tables[group]
+        decodes = attend_decodes(
+            q[:decode_rows],
+            pool,
+            tables[:decode_rows],
+            attn.seq_lens[:decode_rows],
+            scoring,
+            layer=layer,
+        )
+        prefills = attend_prefills(
+            q[decode_rows:],
+            pool,
+            tables[decode_rows:],
+            attn.seq_lens[decode_rows:],
+            attn.query_start_loc[decode_rows:] - decode_rows,
+            scoring,
+            layer=layer,
+        )
+        return jnp.concatenate([decodes, prefills])
+
+    def copy_blocks(self, pool: KVPool, src: Int[Array, " M"], dst: Int[Array, " M"]) -> KVPool:
+        return block_moves.copy_blocks(pool, src, dst)
+
+    def read_blocks(self, pool: KVPool, ids: Int[Array, " M"]) -> tuple[jax.Array, ...]:
+        return block_moves.read_blocks(pool, ids)
+
+    def write_blocks(
+        self, pool: KVPool, ids: Int[Array, " M"], values: tuple[jax.Array, ...]
+    ) -> KVPool:
+        return block_moves.write_blocks(pool, ids, values)
