@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# What can be said about the code without running it.   scripts/lint.sh [--fix]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/env.sh
+ensure_env dev
+
+if [ "${1:-}" = --fix ]; then
+    .venv/bin/ruff check --fix --quiet .
+    .venv/bin/ruff format --quiet .
+fi
+.venv/bin/ruff check .
+.venv/bin/ruff format --check .
+.venv/bin/mypy
