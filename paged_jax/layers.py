@@ -1,0 +1,102 @@
+"""The layers that model families share. Weights of linear layers are stored `[out, in]`."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+__all__ = ["Embedding", "GatedMLP", "Linear", "RMSNorm", "linear"]
+
+FEW_ROWS = 64  # up to here the CPU multiplies faster from the left
+INIT_STDDEV = 0.02
+
+
+def linear(
+    x: Float[Array, "T E"],
+    w: Float[Array, "F E"],
+    b: Float[Array, " F"] | None = None,
+    *,
+    dtype: jnp.dtype | None = None,
+) -> Float[Array, "T F"]:
+    """`x @ w.T + b`, accumulated and returned in `dtype` (default: the dtype of `x`).
+
+    Chosen when the program is lowered, by the platform it is lowered for: on the CPU a few rows
+    are multiplied as `(w @ x.T).T`, which reads the weights in the order in which they lie.
+    """
+    dtype = x.dtype if dtype is None else dtype
+    if x.shape[0] <= FEW_ROWS:
+        y = lax.platform_dependent(
+            x,
+            w,
+            cpu=lambda x, w: weights_first(x, w, dtype),
+            default=lambda x, w: rows_first(x, w, dtype),
+        )
+    else:
+        y = rows_first(x, w, dtype)
+    return y if b is None else y + b.astype(dtype)[None, :]
+
+
+def rows_first(x: Array, w: Array, dtype: jnp.dtype) -> Array:
+    """`x @ w.T`, as it is written."""
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+def weights_first(x: Array, w: Array, dtype: jnp.dtype) -> Array:
+    """`(w @ x.T).T`. Without the barriers XLA folds the transposes back into `rows_first`."""
+    columns = lax.optimization_barrier(x.T)
+    y = lax.dot_general(w, columns, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
+    return lax.optimization_barrier(y).T
+
+
+class Linear(nnx.Module):
+    """`x[T, in] -> [T, out]` with a weight `[out, in]` and, where `bias` is set, a bias `[out]`."""
+
+    def __init__(
+        self, in_size: int, out_size: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs
+    ) -> None:
+        init = nnx.initializers.normal(INIT_STDDEV)
+        self.weight = nnx.Param(init(rngs.params(), (out_size, in_size), dtype))
+        self.bias = nnx.Param(jnp.zeros(out_size, dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T F"]:
+        return linear(x, self.weight[...], None if self.bias is None else self.bias[...])
+
+
+class Embedding(nnx.Module):
+    """A vector of `size` for each of `num` tokens."""
+
+    def __init__(self, num: int, size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        init = nnx.initializers.normal(INIT_STDDEV)
+        self.weight = nnx.Param(init(rngs.params(), (num, size), dtype))
+
+    def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T E"]:
+        return jnp.take(self.weight[...], token_ids, axis=0, mode="clip")
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square normalisation over the last axis, in float32; keeps the dtype of `x`."""
+
+    def __init__(self, size: int, *, eps: float, dtype: jnp.dtype) -> None:
+        self.weight = nnx.Param(jnp.ones(size, dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        wide = x.astype(jnp.float32)
+        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        normed = wide * lax.rsqrt(mean_square + self.eps)
+        return (normed * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class GatedMLP(nnx.Module):
+    """SwiGLU: `down(silu(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(
+        self, size: int, inner_size: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs
+    ) -> None:
+        self.gate_proj = Linear(size, inner_size, bias=bias, dtype=dtype, rngs=rngs)
+        self.up_proj = Linear(size, inner_size, bias=bias, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(inner_size, size, bias=bias, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -1,0 +1,96 @@
+"""A model as the engine sees it: two functions of a plain pytree of parameters."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+from jaxtyping import Array, Float, Int
+
+from paged_jax.attention import Attend, dense
+from paged_jax.errors import ModelLoadError
+
+__all__ = ["ServedModel", "from_linen", "from_nnx", "serve_split"]
+
+Params = Any  # a pytree of arrays
+Apply = Callable[[Params, Int[Array, " T"], Int[Array, " T"], Attend], Float[Array, "T E"]]
+Logits = Callable[[Params, Float[Array, "R E"]], Float[Array, "R V"]]
+
+
+class ServedModel(NamedTuple):
+    """Functions and parameters of one decoder. The functions are pure and ready for `jax.jit`."""
+
+    apply: Apply  # (params, token_ids[T], positions[T], attend) -> hidden[T,E]
+    logits: Logits  # (params, hidden[R,E]) -> float32[R,V]
+    params: Params
+    vocab_size: int
+    hidden_size: int
+    max_position: int | None = None  # the longest context it was made for; None: unknown
+    num_layers: int | None = None  # only scanned models say it: see discover_layers
+
+
+def from_nnx(
+    module: nnx.Module, *, max_position: int | None = None, num_layers: int | None = None
+) -> ServedModel:
+    """Serve a Flax NNX module with `__call__(token_ids, positions, attend)` and `logits(hidden)`.
+
+    `params` is the nested dict of its `nnx.Param`s; other state is kept as it is now. Put the
+    module into evaluation mode first.
+    """
+    graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+    apply, logits = serve_split(graphdef, rest)
+    return _measured(apply, logits, nnx.to_pure_dict(params), max_position, num_layers)
+
+
+def from_linen(
+    module: linen.Module,
+    params: Params,
+    *,
+    max_position: int | None = None,
+    num_layers: int | None = None,
+) -> ServedModel:
+    """Serve a Flax Linen module with `__call__(token_ids, positions, attend)` and `logits(hidden)`.
+
+    `params` is the collection of that name, as `module.init(...)["params"]` gives it.
+    """
+
+    def apply(params, token_ids, positions, attend):
+        return module.apply({"params": params}, token_ids, positions, attend)
+
+    def logits(params, hidden):
+        return module.apply({"params": params}, hidden, method="logits").astype(jnp.float32)
+
+    return _measured(apply, logits, params, max_position, num_layers)
+
+
+def serve_split(graphdef: nnx.GraphDef, rest: nnx.State) -> tuple[Apply, Logits]:
+    """The two functions of an NNX module that was split into graph, parameters and the rest."""
+
+    def apply(params, token_ids, positions, attend):
+        return nnx.merge(graphdef, params, rest)(token_ids, positions, attend)
+
+    def logits(params, hidden):
+        return nnx.merge(graphdef, params, rest).logits(hidden).astype(jnp.float32)
+
+    return apply, logits
+
+
+def _measured(
+    apply: Apply,
+    logits: Logits,
+    params: Params,
+    max_position: int | None,
+    num_layers: int | None,
+) -> ServedModel:
+    """Find the sizes by running the functions on shapes."""
+    tokens = jax.ShapeDtypeStruct((8,), jnp.int32)
+    hidden = jax.eval_shape(lambda p, t: apply(p, t, t, dense(jnp.zeros_like(t))), params, tokens)
+    if hidden.ndim != 2 or hidden.shape[0] != 8:
+        raise ModelLoadError(f"the model must map token_ids [8] to hidden [8, E]: {hidden.shape}")
+    rows = jax.eval_shape(logits, params, hidden)
+    if rows.ndim != 2 or rows.shape[0] != 8:
+        raise ModelLoadError(f"logits must map hidden {hidden.shape} to [8, V]: {rows.shape}")
+    return ServedModel(
+        apply, logits, params, rows.shape[1], hidden.shape[1], max_position, num_layers
+    )
