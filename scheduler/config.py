@@ -1,0 +1,56 @@
+"""The scheduler's configuration: a frozen value, validated at birth."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Sizes and choices that the scheduler works with.
+
+    `num_blocks` counts blocks of each group, the null block included; `windows` names the
+    sliding window of each block group in tokens (None: full attention).
+    """
+
+    block_size: int
+    num_blocks: tuple[int, ...]
+    max_model_len: int
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    max_num_chunks: int = 8
+    windows: tuple[int | None, ...] = (None,)
+    watermark: float = 0.01
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self):
+        for name in ("block_size", "max_model_len", "max_num_seqs", "max_num_chunks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
+                f"max_num_seqs={self.max_num_seqs}: every running sequence takes one token a step"
+            )
+        if len(self.num_blocks) != len(self.windows) or not self.windows:
+            raise ValueError(
+                f"num_blocks={self.num_blocks} and windows={self.windows} must have one entry "
+                "for each block group"
+            )
+        if min(self.num_blocks) < 2:
+            raise ValueError(
+                f"num_blocks must be at least 2 (block 0 is the null block), got {self.num_blocks}"
+            )
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
+
+    @property
+    def table_width(self) -> int:
+        """Block ids in a row of the block table: enough for the longest sequence."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens whose keys and values one sequence alone could hold in the pool."""
+        full = [n for n, w in zip(self.num_blocks, self.windows, strict=True) if w is None]
+        if not full:
+            return self.max_model_len
+        return (min(full) - 1) * self.block_size
