@@ -33,10 +33,14 @@ fingerprint() { # fingerprint LOCK: changes when an install is due
 
 show_progress() { # pip's lines on standard input; the number of packages as the argument
     awk -v total="$1" -v tty="$([ -t 1 ] && echo 1 || echo 0)" '
-        /^ *(Collecting|Requirement already satisfied)/ {
+        /^Ignoring / { total-- }
+        /^(Collecting|Processing|Requirement already satisfied:) / {
             count++
-            split($0, part, /Collecting |satisfied: /); split(part[2], word, " ")
-            if (tty) printf "\r\033[K  %d of %d  %s", count, total, word[1]
+            name = $0
+            sub(/^(Collecting|Requirement already satisfied:) /, "", name)
+            sub(/ .*/, "", name)
+            if (/^Processing/) name = "a local file"
+            if (tty) printf "\r\033[K  %d of %d  %s", count, total, name
             else if (count % 10 == 0) printf "  %d of %d\n", count, total
             fflush()
         }

@@ -46,7 +46,7 @@ EXCEPTIONS = {("paged_jax/cli.py", "serve")}
 # and never in a circle. A new module gets its place here.
 FLOORS = (
     {"errors", "config", "outputs"},
-    {"kv_cache", "sharding", "layers", "attention"},
+    {"kv_cache", "sharding", "layers", "attention", "rope"},
     {"models", "sampling", "checkpoint", "tokenizer", "chat_template", "detokenizer", "hub"},
     {"model_runner"},
     {"engine"},
