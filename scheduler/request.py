@@ -31,7 +31,6 @@ class Request:
     """
 
     __slots__ = (
-        "arrival",
         "max_total_tokens",
         "num_cached_tokens",
         "order_key",
@@ -52,7 +51,6 @@ class Request:
         params: SamplingParams,
         *,
         seed: int,
-        arrival: int,
         max_total_tokens: int,
         eos_token_ids: frozenset[int] = frozenset(),
         priority: int = 0,
@@ -62,7 +60,6 @@ class Request:
         self.request_id = request_id
         self.prompt_token_ids = tuple(prompt_token_ids)
         self.params = params
-        self.arrival = arrival
         self.max_total_tokens = max_total_tokens
         eos = frozenset() if params.ignore_eos else eos_token_ids
         self.stop_token_ids = eos | frozenset(params.stop_token_ids)
@@ -70,7 +67,7 @@ class Request:
         self.tenant = tenant
         self.salt = salt
         self.num_cached_tokens = 0
-        self.order_key = (0.0, arrival)
+        self.order_key = (0.0, 0)
         self.sequences = [Sequence(self, i, derive_seed(seed, i)) for i in range(params.n)]
         for younger in self.sequences[1:]:
             younger.status = Status.FORKING
