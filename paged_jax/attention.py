@@ -65,7 +65,7 @@ def dense(segment_ids: Int[Array, " T"]) -> Attend:
         scores = scale * jnp.einsum("tkgd,skd->kgts", grouped, k, preferred_element_type=_F32)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
-        visible = _visible(segment_ids, window)
+        visible = _visible(segment_ids, window)[None, None]
         scores = jnp.where(visible, scores, MASKED)
 
         top = scores.max(axis=-1, keepdims=True)
@@ -113,7 +113,7 @@ class PagedAttend:
         """`pools[g]` is block group g's pool; `layer_slots[layer]` is (group, index in it)."""
         self._pools = tuple(pools)
         self._refs = tuple(tuple(map(jax.new_ref, pool.arrays)) for pool in pools)
-        self._attn = attn
+        self._attn = jax.tree.map(jnp.asarray, attn)
         self._layer_slots = tuple(layer_slots)
         self._decode_rows = decode_rows
         self._backend = backend

@@ -81,11 +81,12 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones(size, dtype))
         self.eps = eps
 
-    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    def __call__(self, x: Float[Array, "... E"]) -> Float[Array, "... E"]:
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
         normed = wide * lax.rsqrt(mean_square + self.eps)
-        return (normed * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+        weight = jnp.expand_dims(self.weight[...].astype(jnp.float32), range(x.ndim - 1))
+        return (normed * weight).astype(x.dtype)
 
 
 class GatedMLP(nnx.Module):

@@ -79,7 +79,7 @@ def _check_tensors(
         "misshaped": [
             f"{name} is {shape} in the file, {spec.shape} by config.json"
             for name, spec in sorted(expected.items())
-            if name in present and (shape := checkpoint.tensor(name).shape) != spec.shape
+            if name in present and (shape := checkpoint.shape(name)) != spec.shape
         ],
     }
     if any(wrong.values()):
