@@ -1,0 +1,104 @@
+"""The engine's configuration: one frozen value, made at the entry point and never patched.
+
+Its fields are the keywords of `LLM(...)` and `AsyncEngine(...)` and the flags of the command line.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from paged_jax.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+WARMUPS = ("none", "lazy", "full")
+DEVICES = ("auto", "cpu", "gpu", "tpu")
+
+MODEL, CACHE, BATCH, DEVICE = "Model", "KV cache", "Batching", "Device and compilation"
+
+
+def _option(default: Any, group: str, doc: str, **extra: Any) -> Any:
+    return field(default=default, metadata={"group": group, "doc": doc, **extra})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that can be chosen about an engine. A bad value raises `ConfigError`.
+
+    `None` means: decided from the model and the device, and shown at start.
+    """
+
+    model: str = field(metadata={"group": MODEL, "doc": "alias, Hugging Face id, folder or .gguf"})
+    served_model_name: str | None = _option(
+        None, MODEL, "name in the API (default: the model's own)"
+    )
+    dtype: str = _option(
+        "auto",
+        MODEL,
+        "of weights and activations; auto is float32 on CPU, bfloat16 elsewhere",
+        choices=DTYPES,
+    )
+    max_model_len: int | None = _option(
+        None, MODEL, "longest sequence, prompt and output together, in tokens"
+    )
+    skip_tokenizer_init: bool = _option(False, MODEL, "serve token ids only")
+    seed: int = _option(0, MODEL, "of requests that bring no seed")
+
+    block_size: int = _option(16, CACHE, "tokens in a KV block")
+    num_blocks: int | None = _option(None, CACHE, "KV blocks in the pool, the null block included")
+    kv_cache_memory: float | None = _option(
+        None, CACHE, "GiB for the KV cache (default: what memory allows; 2 on a CPU)"
+    )
+    memory_utilization: float = _option(
+        0.9, CACHE, "share of an accelerator's memory that may be used"
+    )
+    enable_prefix_caching: bool = _option(True, CACHE, "reuse the blocks of equal prefixes")
+
+    max_num_seqs: int = _option(16, BATCH, "sequences that run at the same time")
+    max_num_batched_tokens: int | None = _option(
+        None, BATCH, "tokens computed in a step (default: 256 on CPU, 2048 elsewhere)"
+    )
+    overlap: bool = _option(True, BATCH, "schedule the next step while the device runs this one")
+
+    device: str = _option("auto", DEVICE, "where to run", choices=DEVICES)
+    attention_backend: str = _option("auto", DEVICE, "implementation of paged attention")
+    warmup: str = _option(
+        "lazy",
+        DEVICE,
+        "compile the programs when they are first needed (lazy) or at start (full); "
+        "none: like lazy, without remembering what was compiled on disk",
+        choices=WARMUPS,
+    )
+    compilation_cache_dir: str | None = _option(
+        None, DEVICE, "where compiled programs are kept (default: in the user's cache)"
+    )
+
+    def __post_init__(self):
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model must name a model, got {self.model!r}")
+        for f in dataclasses.fields(self):
+            choices = f.metadata.get("choices")
+            value = getattr(self, f.name)
+            if choices and value not in choices:
+                raise ConfigError(f"{f.name} must be one of {', '.join(choices)}; got {value!r}")
+        for name in ("block_size", "max_num_seqs"):
+            self._require_int(name, 1)
+        for name, low in (("max_model_len", 2), ("num_blocks", 2), ("max_num_batched_tokens", 1)):
+            if getattr(self, name) is not None:
+                self._require_int(name, low)
+        tokens = self.max_num_batched_tokens
+        if tokens is not None and tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={tokens} must be at least max_num_seqs="
+                f"{self.max_num_seqs}: every running sequence takes one token a step"
+            )
+        if self.kv_cache_memory is not None and self.kv_cache_memory <= 0:
+            raise ConfigError(f"kv_cache_memory must be above 0 GiB, got {self.kv_cache_memory}")
+        if not 0.0 < self.memory_utilization <= 1.0:
+            raise ConfigError(
+                f"memory_utilization must be above 0 and at most 1, got {self.memory_utilization}"
+            )
+
+    def _require_int(self, name: str, low: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
