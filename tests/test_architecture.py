@@ -45,13 +45,13 @@ EXCEPTIONS = {("paged_jax/cli.py", "serve")}
 # The order inside paged_jax, from the bottom up: a module imports from its own floor and below,
 # and never in a circle. A new module gets its place here.
 FLOORS = (
-    {"errors", "config", "outputs"},
+    {"errors", "config", "outputs", "cache", "progress"},
     {"kv_cache", "sharding", "layers", "attention", "rope"},
     {"models", "sampling", "checkpoint", "tokenizer", "chat_template", "detokenizer", "hub"},
     {"model_runner"},
     {"engine"},
     {"async_engine", "llm"},
-    {"doctor", "cli", "__init__", "__main__"},
+    {"machine", "doctor", "cli", "__init__", "__main__"},
 )
 
 
