@@ -1,0 +1,324 @@
+"""Turns a GGUF file into a Hugging Face style folder, weights dequantised to float32."""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paged_jax.checkpoint.gguf_file import GGUFFile
+from paged_jax.checkpoint.safetensors_file import write_float32
+from paged_jax.errors import ModelLoadError
+from paged_jax.progress import Progress, SilentProgress
+
+__all__ = ["FAMILIES", "Family", "convert_gguf"]
+
+
+class Family(NamedTuple):
+    """What a GGUF architecture is called by Hugging Face, and how its files differ."""
+
+    model_type: str
+    architecture: str
+    interleaved: bool
+    """q and k rows lie in the order of rotary pairs (0, 1), (2, 3), …, not of two halves."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("llama", "LlamaForCausalLM", interleaved=True),
+}
+
+# Names in a GGUF file and what Hugging Face calls them, without ".weight" or ".bias".
+TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROPE_FACTORS = "rope_freqs.weight"
+LLAMA3_SCALING = {  # of every published model that has it; the factor differs
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def convert_gguf(
+    path: Path | str,
+    directory: Path | str,
+    *,
+    families: Mapping[str, Family] = FAMILIES,
+    progress: Progress | None = None,
+) -> None:
+    """Write the model in the file `path` into `directory`, which exists and is empty.
+
+    Writes config.json, generation_config.json, model.safetensors, tokenizer.json,
+    tokenizer_config.json and, where the file has one, chat_template.jinja. Memory: a few rows of
+    one tensor at a time. Raises ModelLoadError for a file that is damaged, or of an architecture,
+    tensor type or tokenizer that is not known; what was written by then is of no use.
+    """
+    directory = Path(directory)
+    file = GGUFFile(Path(path))
+    family = _family(file, families)
+    names = _names(file)
+    config = _config(file, family, names)
+    _check_shapes(file, names, config)
+    _write_tokenizer(file, directory)
+    _write_json(directory / "config.json", config)
+    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    _write_json(directory / "generation_config.json", ends)
+    _write_weights(file, names, config, family, directory, progress or SilentProgress())
+
+
+def _family(file: GGUFFile, families: Mapping[str, Family]) -> Family:
+    architecture = file.metadata.get("general.architecture")
+    if architecture not in families:
+        raise file.error(
+            f"the architecture {architecture!r} is not known; known are "
+            f"{', '.join(sorted(families))}"
+        )
+    if file.metadata.get("split.count", 1) > 1:
+        raise file.error("it is one part of several; join them first with llama-gguf-split --merge")
+    if file.metadata.get(f"{architecture}.expert_count", 0):
+        raise file.error("mixtures of experts are not read from GGUF files")
+    return families[architecture]
+
+
+def _names(file: GGUFFile) -> dict[str, str]:
+    """The file's name of each tensor that is to be written, by its Hugging Face name."""
+    names: dict[str, str] = {}
+    for name in file.tensors:
+        if name == ROPE_FACTORS:
+            continue  # becomes rope_scaling in config.json
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+        layer, part, kind = match.groups() if match else (None, "", "")
+        known = (TOP_NAMES if layer is None else LAYER_NAMES).get(part)
+        if known is None:
+            raise file.error(f"tensor {name!r} is not known in this architecture")
+        prefix = "" if layer is None else f"model.layers.{int(layer)}."
+        names[f"{prefix}{known}.{kind}"] = name
+    return names
+
+
+class _Keys:
+    """The metadata of one architecture, each value checked to be what it must be."""
+
+    def __init__(self, file: GGUFFile):
+        self._file = file
+        self._prefix = file.metadata["general.architecture"]
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()  # one for each layer, all alike
+        if type(value) is not int or not 0 < value < 2**31:
+            raise self._error(key, value, "a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise self._error(key, value, "a positive number")
+        return float(str(np.float32(value)))  # 1e-05 was stored as 9.99999974e-06
+
+    def text(self, key: str, default: str) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self._error(key, value, "a text")
+        return value
+
+    def _get(self, key: str, default: Any) -> Any:
+        return self._file.metadata.get(f"{self._prefix}.{key}", default)
+
+    def _error(self, key: str, value: object, expected: str) -> ModelLoadError:
+        shown = "missing" if value is None else repr(value)
+        return self._file.error(f"{self._prefix}.{key} is {shown}, it must be {expected}")
+
+
+def _config(file: GGUFFile, family: Family, names: Mapping[str, str]) -> dict[str, Any]:
+    keys = _Keys(file)
+    num_heads = keys.integer("attention.head_count")
+    num_kv_heads = keys.integer("attention.head_count_kv", num_heads)
+    hidden_size = keys.integer("embedding_length")
+    head_size = keys.integer("attention.key_length", hidden_size // num_heads)
+    if num_heads % num_kv_heads or head_size % 2:
+        raise file.error(f"{num_heads=} must divide by {num_kv_heads=}, and {head_size=} by 2")
+    if keys.integer("attention.value_length", head_size) != head_size:
+        raise file.error("keys and values of different lengths are not known")
+    if keys.integer("rope.dimension_count", head_size) != head_size:
+        raise file.error("rotary embedding of only a part of the head is not known")
+    embedding = names.get("model.embed_tokens.weight")
+    if embedding is None:
+        raise file.error("tensor 'token_embd.weight' is missing")
+    ids = _special_token_ids(file)
+    eos_ids = list(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if name in ids))
+    theta = keys.number("rope.freq_base", 10000.0)
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "vocab_size": file.tensors[embedding].shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "num_hidden_layers": keys.integer("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": theta,
+        "rope_scaling": _rope_scaling(file, keys, theta, head_size),
+        "max_position_embeddings": keys.integer("context_length"),
+        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in names,
+        "mlp_bias": "model.layers.0.mlp.up_proj.bias" in names,
+        "tie_word_embeddings": "lm_head.weight" not in names,
+        "bos_token_id": ids.get("bos"),
+        "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids or None,
+        "pad_token_id": ids.get("padding"),
+        "torch_dtype": "float32",
+    }
+
+
+def _special_token_ids(file: GGUFFile) -> dict[str, int]:
+    from paged_jax.checkpoint.gguf_tokenizer import special_token_ids
+
+    try:
+        return special_token_ids(file.metadata)
+    except ModelLoadError as error:
+        raise file.error(str(error)) from error
+
+
+def _rope_scaling(
+    file: GGUFFile, keys: _Keys, theta: float, head_size: int
+) -> dict[str, Any] | None:
+    if ROPE_FACTORS in file.tensors:
+        return _llama3_scaling(file, theta, head_size)
+    kind = keys.text("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    scaling = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
+    if kind == "yarn":
+        original = keys.integer("rope.scaling.original_context_length")
+        scaling["original_max_position_embeddings"] = original
+    elif kind != "linear":
+        raise file.error(f"rope.scaling.type {kind!r} is not none, linear or yarn")
+    return scaling
+
+
+def _llama3_scaling(file: GGUFFile, theta: float, head_size: int) -> dict[str, Any]:
+    """What Hugging Face says about the divisors that GGUF stores one by one.
+
+    The lowest frequency is divided by the full factor; the others must then follow.
+    """
+    stored = file.values(ROPE_FACTORS).reshape(-1)
+    factor = float(stored.max(initial=1.0))
+    scaling = {"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}
+    frequencies = theta ** -(np.arange(0, head_size, 2) / head_size)
+    context = scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = context * frequencies / (2 * math.pi)
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-4):
+        raise file.error(f"tensor {ROPE_FACTORS!r} holds no llama3 scaling of rotary frequencies")
+    return scaling
+
+
+def _check_shapes(file: GGUFFile, names: Mapping[str, str], config: Mapping[str, Any]) -> None:
+    """Raise ModelLoadError unless exactly the tensors of the configuration are there."""
+    E, F, V = (config[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
+    D = config["head_dim"]
+    HD, KD = config["num_attention_heads"] * D, config["num_key_value_heads"] * D
+    layer = {
+        "input_layernorm.weight": (E,),
+        "self_attn.q_proj.weight": (HD, E),
+        "self_attn.k_proj.weight": (KD, E),
+        "self_attn.v_proj.weight": (KD, E),
+        "self_attn.o_proj.weight": (E, HD),
+        "post_attention_layernorm.weight": (E,),
+        "mlp.gate_proj.weight": (F, E),
+        "mlp.up_proj.weight": (F, E),
+        "mlp.down_proj.weight": (E, F),
+    }
+    for part, flag in (("self_attn", "attention_bias"), ("mlp", "mlp_bias")):
+        if config[flag]:
+            biased = [name for name in layer if name.startswith(part)]
+            layer |= {name.replace(".weight", ".bias"): layer[name][:1] for name in biased}
+    expected = {"model.embed_tokens.weight": (V, E), "model.norm.weight": (E,)}
+    if not config["tie_word_embeddings"]:
+        expected["lm_head.weight"] = (V, E)
+    for index in range(config["num_hidden_layers"]):
+        expected |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    for name in expected.keys() - names.keys():
+        raise file.error(f"the tensor of {name!r} is missing")
+    for name in names.keys() - expected.keys():
+        raise file.error(f"tensor {names[name]!r} is not known in this architecture")
+    for name, shape in expected.items():
+        found = file.tensors[names[name]].shape
+        if found != shape:
+            raise file.error(f"tensor {names[name]!r} is {found}, expected {shape}")
+
+
+def _write_tokenizer(file: GGUFFile, directory: Path) -> None:
+    from paged_jax.checkpoint.gguf_tokenizer import build_tokenizer, tokenizer_config
+
+    try:
+        tokenizer = build_tokenizer(file.metadata)
+        _write_json(directory / "tokenizer_config.json", tokenizer_config(file.metadata))
+    except ModelLoadError as error:
+        raise file.error(str(error)) from error
+    tokenizer.save(str(directory / "tokenizer.json"))
+    template = file.metadata.get("tokenizer.chat_template")
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(str(template), encoding="utf-8")
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_weights(
+    file: GGUFFile,
+    names: Mapping[str, str],
+    config: Mapping[str, Any],
+    family: Family,
+    directory: Path,
+    progress: Progress,
+) -> None:
+    shapes = {name: file.tensors[source].shape for name, source in names.items()}
+    num_values = sum(math.prod(shape) for shape in shapes.values())
+    title = f"converting {file.path.name} to float32 ({4 * num_values / 1e6:.0f} MB)"
+    with progress.track(title, 4 * num_values, unit="B") as advance:
+
+        def pieces(name: str) -> Iterator[np.ndarray]:
+            for piece in file.pieces(names[name], _row_order(name, shapes[name], config, family)):
+                yield piece
+                advance(piece.nbytes)
+
+        with open(directory / "model.safetensors", "wb") as target:
+            write_float32(target, shapes, ((name, pieces(name)) for name in shapes))
+
+
+def _row_order(
+    name: str, shape: tuple[int, ...], config: Mapping[str, Any], family: Family
+) -> np.ndarray | None:
+    """Which rows of the file's tensor, one after another, are the rows as Hugging Face has them.
+
+    None where the order is the same. Rotary embedding turns two rows of a head together. Hugging
+    Face keeps the first of all pairs, then the second of all; an interleaved file keeps them
+    pair by pair.
+    """
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    projection = name.split(".")[-2]
+    if not family.interleaved or projection not in heads:
+        return None
+    num_rows = shape[0]
+    pairs = np.arange(num_rows).reshape(config[heads[projection]], -1, 2)
+    return pairs.swapaxes(1, 2).reshape(num_rows)
