@@ -1,7 +1,9 @@
 """From a directory to a model on the device, one tensor at a time."""
 
 import logging
-from collections.abc import Callable, Mapping
+import math
+import mmap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,37 +11,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
+from jax.typing import DTypeLike
 
 from paged_jax.checkpoint.hf import Checkpoint, open_checkpoint
-from paged_jax.errors import ModelLoadError
+from paged_jax.errors import ConfigError, ModelLoadError
 from paged_jax.models.registry import Family, find_family
 from paged_jax.models.served import ServedModel, serve_split
+from paged_jax.progress import Progress, SilentProgress
 
 __all__ = ["load_model"]
 
 logger = logging.getLogger(__name__)
 
-DTYPES = ("float32", "bfloat16", "float16")
-Progress = Callable[[int, int], None]  # (bytes read so far, bytes in all)
-Path_ = tuple[str | int, ...]
+PARAM_DTYPES = ("float32", "bfloat16", "float16")
+FILE_DTYPES = (*PARAM_DTYPES, "float64")
+
+ParamPath = tuple[str | int, ...]
 
 
 def load_model(
-    directory: Path, *, dtype: str = "auto", progress: Progress | None = None
+    directory: Path | str, *, dtype: DTypeLike, progress: Progress | None = None
 ) -> ServedModel:
     """Load a Hugging Face style directory: config.json and *.safetensors.
 
-    `dtype` is one of float32, bfloat16, float16, or auto: what config.json declares. Parameters
-    never exist twice: the module is built from shapes alone, and each tensor goes to the device
-    before the next is read. `progress` is called after each tensor.
+    `dtype` of the parameters is float32, bfloat16 or float16, whatever the files hold. Parameters
+    never exist twice: the module is built from shapes alone, and each tensor goes to the default
+    device before the next is read.
 
-    Raises ModelLoadError for an unknown architecture, a config that is not supported, and, all in
-    one message, tensors that are missing, unexpected or of another shape than config.json says.
+    Raises ModelLoadError for damaged files, an unknown architecture, a config that is not
+    supported, and, all in one message, tensors that are missing, unexpected or unlike config.json;
+    ConfigError for another dtype.
     """
+    param_dtype = jnp.dtype(dtype)
+    if param_dtype.name not in PARAM_DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(PARAM_DTYPES)}; got {dtype!r}")
     checkpoint = open_checkpoint(directory)
     family = find_family(checkpoint.config)
     config = family.parse(checkpoint.config)
-    param_dtype = jnp.dtype(_dtype_name(dtype, checkpoint.config))
 
     module = nnx.eval_shape(lambda: family.build(config, param_dtype, nnx.Rngs(0)))
     graphdef, abstract, rest = nnx.split(module, nnx.Param, ...)
@@ -47,19 +55,11 @@ def load_model(
     names = {path: family.tensor_name(path) for path in shapes}
     _check_tensors(checkpoint, family, config, {names[path]: shapes[path] for path in shapes})
 
-    params = _read_params(checkpoint, names, param_dtype, progress)
+    params = _read_params(checkpoint, names, param_dtype, progress or SilentProgress())
     apply, logits = serve_split(graphdef, rest)
     return ServedModel(
         apply, logits, params, config.vocab_size, config.hidden_size, config.max_position
     )
-
-
-def _dtype_name(dtype: str, config: Mapping[str, Any]) -> str:
-    if dtype == "auto":
-        dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if dtype not in DTYPES:
-        raise ModelLoadError(f"dtype {dtype!r} is not supported, only {', '.join(DTYPES)}")
-    return dtype
 
 
 def _check_tensors(
@@ -76,10 +76,15 @@ def _check_tensors(
     wrong = {
         "missing": sorted(set(expected) - present),
         "unexpected": sorted(present - set(expected)),
-        "misshaped": [
+        "of another shape": [
             f"{name} is {shape} in the file, {spec.shape} by config.json"
             for name, spec in sorted(expected.items())
             if name in present and (shape := checkpoint.shape(name)) != spec.shape
+        ],
+        "of a dtype that cannot be loaded": [
+            f"{name} is {file_dtype}"
+            for name in sorted(present & set(expected))
+            if (file_dtype := checkpoint.dtype(name).name) not in FILE_DTYPES
         ],
     }
     if any(wrong.values()):
@@ -94,20 +99,35 @@ def _check_tensors(
 
 def _read_params(
     checkpoint: Checkpoint,
-    names: Mapping[Path_, str],
+    names: Mapping[ParamPath, str],
     dtype: jnp.dtype,
-    progress: Progress | None,
+    progress: Progress,
 ) -> dict[str, Any]:
     """The nested dict of parameters on the device."""
-    params, done_bytes = {}, 0
-    for path, name in names.items():
-        tensor = checkpoint.tensor(name)
-        # The copy is ours alone, so that JAX may keep it: a view of the file would keep the file.
-        params[path] = jax.device_put(np.array(tensor, dtype))
-        done_bytes += tensor.nbytes
-        if progress is not None:
-            progress(done_bytes, checkpoint.num_bytes)
+    params = {}
+    num_bytes = {
+        name: math.prod(checkpoint.shape(name)) * checkpoint.dtype(name).itemsize
+        for name in names.values()
+    }
+    # The largest first: what is held twice while it is copied then lies below the final peak.
+    order = sorted(names.items(), key=lambda item: num_bytes[item[1]], reverse=True)
+    with progress.track("Loading weights", sum(num_bytes.values()), unit="B") as advance:
+        for path, name in order:
+            tensor = checkpoint.tensor(name)
+            # JAX may keep the host's array on a CPU, so it gets a copy of its own and no view.
+            params[path] = jax.device_put(np.array(tensor, dtype))
+            _forget_pages(tensor)
+            advance(num_bytes[name])
     return traverse_util.unflatten_dict(params)
+
+
+def _forget_pages(tensor: np.ndarray) -> None:
+    """Give back the memory in which the file of a mapped tensor was read."""
+    owner: Any = tensor
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if isinstance(owner, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        owner.madvise(mmap.MADV_DONTNEED)
 
 
 def _equal(one: np.ndarray, other: np.ndarray, rows: int = 4096) -> bool:
