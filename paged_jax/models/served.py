@@ -35,10 +35,12 @@ def from_nnx(
 ) -> ServedModel:
     """Serve a Flax NNX module with `__call__(token_ids, positions, attend)` and `logits(hidden)`.
 
-    `params` is the nested dict of its `nnx.Param`s; other state is kept as it is now. Put the
-    module into evaluation mode first.
+    `params` is the nested dict of its `nnx.Param`s; other state is kept as it is now. What is
+    served is in evaluation mode; the module itself is left as it is.
     """
-    graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+    served = nnx.clone(module)
+    served.eval()
+    graphdef, params, rest = nnx.split(served, nnx.Param, ...)
     apply, logits = serve_split(graphdef, rest)
     return _measured(apply, logits, nnx.to_pure_dict(params), max_position, num_layers)
 
