@@ -301,6 +301,9 @@ def _cache(what: str, folder: Folder) -> Iterator[Finding]:
             "Name a folder of yours in PAGED_JAX_HOME.",
         )
         return
+    if folder.remote:
+        yield Finding("note", f"{what} are kept at {folder.path}, which was not looked into")
+        return
     yield Finding(
         "ok",
         f"{what} are kept in {folder.path}: {folder.num_files} files, {_gib(folder.size_bytes)}",

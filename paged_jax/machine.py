@@ -92,6 +92,7 @@ class Folder:
     num_files: int = 0
     free_bytes: int = 0
     problem: str = ""
+    remote: bool = False  # an address: not looked into
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def inspect_machine(root: Path = Path("/")) -> Machine:
         sees_all_processes=os.geteuid() == 0,
         tpu_lock=tpu_lock(root / "tmp/libtpu_lockfile"),
         tpu_hosts=tpu_hosts(os.environ, ask_metadata=bool(tpus)),
-        compile_cache=cache_folder("xla"),
+        compile_cache=compile_cache_folder(os.environ),
         model_cache=cache_folder("models"),
     )
 
@@ -277,14 +278,25 @@ def tpu_hosts(environment: Mapping[str, str], *, ask_metadata: bool) -> tuple[st
     return tuple(endpoint.split(":")[-1] for endpoint in endpoints.strip().split(","))
 
 
+def compile_cache_folder(environment: Mapping[str, str]) -> Folder:
+    """Where compiled programs are kept: JAX's own setting goes before the user's cache."""
+    if named := environment.get("JAX_COMPILATION_CACHE_DIR"):
+        return Folder(named, remote=True) if "://" in named else measure_folder(Path(named))
+    return cache_folder("xla")
+
+
 def cache_folder(name: str) -> Folder:
-    """The folder `name` of the user's cache, made if missing and tried by writing to it."""
+    """The folder `name` of the user's cache."""
     try:
-        path = cache_dir() / name
+        return measure_folder(cache_dir() / name)
     except ConfigError as error:
         return Folder(path=name, problem=str(error))
+
+
+def measure_folder(path: Path) -> Folder:
+    """A folder, made if missing and tried by writing to it."""
     try:
-        path.mkdir(mode=0o700, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         trial = path / f".doctor-{os.getpid()}"
         trial.write_bytes(b"")
         trial.unlink()

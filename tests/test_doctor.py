@@ -151,6 +151,10 @@ SICK = {
         replace(LAPTOP, compile_cache=Folder("xla", problem="it cannot be written")),
         ("blocker", "no place to keep compiled programs: it cannot", "PAGED_JAX_HOME"),
     ),
+    "remote cache": (
+        replace(LAPTOP, compile_cache=Folder("gs://bucket/xla", remote=True)),
+        ("note", "compiled programs are kept at gs://bucket/xla", ""),
+    ),
     "disk full": (
         replace(LAPTOP, model_cache=Folder("/cache/models", free_bytes=GIB // 2)),
         ("warning", "only 0.5 GiB of disk is free for models", "PAGED_JAX_HOME"),
@@ -302,6 +306,16 @@ def test_a_cache_folder_is_made_private_and_measured(tmp_path, monkeypatch):
     folder = machine.cache_folder("xla")
     assert (folder.num_files, folder.size_bytes) == (1, 5)
     assert folder.free_bytes > 0
+
+
+def test_jaxs_own_setting_places_the_compile_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PAGED_JAX_HOME", str(tmp_path / "home"))
+    assert machine.compile_cache_folder({}).path == str(tmp_path / "home" / "xla")
+    ours = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "ours")}
+    assert machine.compile_cache_folder(ours).path == str(tmp_path / "ours")
+    remote = machine.compile_cache_folder({"JAX_COMPILATION_CACHE_DIR": "gs://bucket/xla"})
+    assert remote.remote
+    assert not remote.problem
 
 
 def test_a_cache_folder_that_cannot_be_used_says_why(tmp_path, monkeypatch):
