@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Shared by the other scripts; to be sourced. `ensure_env run` or `ensure_env dev` leaves a .venv
 # with exactly the packages of constraints.txt or constraints-dev.txt, each checked against its
 # hash, and this checkout installed in place. When nothing changed it does nothing.
