@@ -1,0 +1,48 @@
+"""The body of a request: read within a bound, decoded, null taken as absent."""
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from paged_jax import RequestError
+from serve.errors import BodyTooLargeError
+
+
+async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
+    """The JSON object of the body, without the fields that are null.
+
+    Raises BodyTooLargeError before more than `max_bytes` are kept, and RequestError for what is
+    no JSON object: also for text with half of a surrogate pair, which no encoding can carry.
+    """
+    body = await _read(request, max_bytes)
+    if not body.strip():
+        raise RequestError("The request has no body; a JSON object is expected")
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"The body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise RequestError("The body must be a JSON object", code="invalid_json")
+    return {name: item for name, item in value.items() if item is not None}
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    if _declared_len(request) > max_bytes:
+        raise _too_large(max_bytes)
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _declared_len(request: Request) -> int:
+    declared = request.headers.get("content-length", "0")
+    return int(declared) if declared.isdecimal() else 0
+
+
+def _too_large(max_bytes: int) -> BodyTooLargeError:
+    return BodyTooLargeError(f"The body is longer than {max_bytes} bytes", code="request_too_large")

@@ -1,0 +1,106 @@
+"""The two endpoints that generate: completions and chat completions."""
+
+import functools
+import time
+from collections.abc import Sequence
+
+from starlette.requests import Request
+
+from paged_jax import RequestError, SamplingParams, __version__
+from serve import answer
+from serve.envelope import Envelope
+from serve.fields import Fields
+from serve.formats import ChatFormat, CompletionFormat, Format
+from serve.front import Front
+from serve.generation import Generation
+from serve.metrics import num_choices
+from serve.prompts import Prompt, chat_prompt, completion_prompts, prompt_text
+from serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
+from serve.reply import Reply
+from serve.request_id import HEADER, check_request_id
+from serve.sampling import sampling_params
+
+COMPLETION_MAX_TOKENS = 16
+
+
+async def create_completion(front: Front, request: Request) -> Reply:
+    arrived = time.perf_counter()
+    fields = front.fields(await front.read_object(request), CompletionRequest, sampling=True)
+    body = fields.body
+    params = sampling_params(fields, front.engine.generation_defaults, COMPLETION_MAX_TOKENS)
+    n = num_choices(params)
+    prompts = await completion_prompts(front.engine, body, n)
+    per_choice = [prompt for prompt in prompts for _ in range(n)]
+    form = CompletionFormat(
+        prompt_token_ids=[p.token_ids for p in per_choice] if body.return_token_ids else None,
+        echoes=[prompt_text(front.engine, p) for p in per_choice] if body.echo else None,
+    )
+    return _reply(front, request, fields, prompts, params, form, "cmpl", arrived)
+
+
+async def create_chat_completion(front: Front, request: Request) -> Reply:
+    arrived = time.perf_counter()
+    fields = front.fields(await front.read_object(request), ChatRequest, sampling=True)
+    body = fields.body
+    params = sampling_params(fields, front.engine.generation_defaults, None)
+    prompt = await chat_prompt(front.engine, body)
+    form = ChatFormat(prompt_token_ids=prompt.token_ids if body.return_token_ids else None)
+    return _reply(front, request, fields, [prompt], params, form, "chatcmpl", arrived)
+
+
+def _reply(
+    front: Front,
+    request: Request,
+    fields: Fields[GenerationRequest],
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    form: Format,
+    kind: str,
+    arrived: float,
+) -> Reply:
+    body = fields.body
+    name = f"{kind}-{_request_id(request, body)}"
+    unique_name = f"{name}-{next(front.numbers)}"
+    generation = Generation(front.engine, front.metrics, prompts, params, unique_name, arrived)
+    envelope = Envelope(
+        id=name,
+        object=form.chunk_object if body.stream else form.object,
+        created=int(time.time()),
+        model=front.engine.model_name,
+        system_fingerprint=f"paged-jax-{__version__}",
+    )
+    options = _stream_options(body)
+    if body.stream:
+        work = functools.partial(answer.stream, generation, form, envelope, options)
+    else:
+        work = functools.partial(answer.collect, generation, form, envelope)
+    return Reply(
+        work,
+        front.gate,
+        stream=body.stream,
+        max_unsent_bytes=front.options.max_unsent_bytes,
+        headers=fields.headers(),
+    )
+
+
+def _request_id(request: Request, body: GenerationRequest) -> str:
+    """The header's id before the body's before one made here; echoed by the middleware."""
+    if body.request_id is not None:
+        checked = check_request_id(body.request_id, "request_id")
+        if HEADER not in request.headers:
+            request.state.request_id = checked
+    return request.state.request_id
+
+
+def _stream_options(body: GenerationRequest) -> StreamOptions:
+    if body.stream_options is None:
+        return StreamOptions()
+    if not body.stream:
+        raise RequestError("stream_options needs stream to be true", param="stream_options")
+    if body.stream_options.include_obfuscation:
+        raise RequestError(
+            "stream_options.include_obfuscation is not supported by this server",
+            param="stream_options.include_obfuscation",
+            code="unsupported_field",
+        )
+    return body.stream_options

@@ -1,0 +1,122 @@
+"""What the door needs of an engine: the part of `paged_jax.AsyncEngine` that it touches."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from paged_jax import SamplingParams
+
+EngineState = Literal["loading", "compiling", "ready", "draining", "dead"]
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back. Its methods may be called from any thread."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
+class Choice(Protocol):
+    """What one sample of a request gained since the last output."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+    @property
+    def stop_reason(self) -> str | int | None: ...
+
+
+class Output(Protocol):
+    """What one request gained: new text and token ids of some of its choices."""
+
+    @property
+    def outputs(self) -> Sequence[Choice]: ...
+    @property
+    def num_cached_tokens(self) -> int: ...
+
+
+class Stats(Protocol):
+    """The engine as an operator sees it: counts since the start, and how full it is now."""
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def kv_cache_usage(self) -> float: ...
+    @property
+    def preemptions(self) -> int: ...
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def generation_tokens(self) -> int: ...
+    @property
+    def padded_tokens(self) -> int: ...
+    @property
+    def prefix_lookup_tokens(self) -> int: ...
+    @property
+    def prefix_hit_tokens(self) -> int: ...
+    @property
+    def compiles(self) -> int: ...
+    @property
+    def compile_s(self) -> float: ...
+    @property
+    def late_compiles(self) -> int: ...
+
+
+class OutputStream(Protocol):
+    """The outputs of one request. Closing it, or cancelling who reads it, aborts the request."""
+
+    def __aiter__(self) -> AsyncIterator[Output]: ...
+
+    async def aclose(self) -> None: ...
+
+
+class Engine(Protocol):
+    """An engine that lives in this process. Every method is called on the event loop."""
+
+    @property
+    def state(self) -> EngineState: ...
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]: ...
+
+    async def start(self) -> None:
+        """Load and compile; returns when the engine is ready, raises what went wrong."""
+
+    async def shutdown(self, *, drain_s: float) -> None: ...
+
+    def generate(
+        self, prompt: list[int], params: SamplingParams, *, request_id: str
+    ) -> OutputStream:
+        """Raises RequestError before the first output, EngineDeadError if the engine dies."""
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, Any],
+    ) -> list[int]:
+        """Token ids of a conversation. May be called from any thread; RequestError on refusal."""
+
+    def stats(self) -> Stats: ...

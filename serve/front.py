@@ -1,0 +1,77 @@
+"""What every endpoint is given: the engine and the parts of the server around it."""
+
+import itertools
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from paged_jax import RequestError
+from serve.body import read_object
+from serve.engine import Engine
+from serve.errors import UnknownModelError
+from serve.fields import Fields, read_fields
+from serve.gate import Gate
+from serve.metrics import Metrics
+from serve.options import ServeOptions
+
+logger = logging.getLogger(__name__)
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True)
+class Front:
+    """created: Unix time of the server's start, in whole seconds."""
+
+    engine: Engine
+    gate: Gate
+    metrics: Metrics
+    options: ServeOptions
+    created: int
+    numbers: Iterator[int]  # makes the engine's ids unique, whatever ids the clients give
+
+    @classmethod
+    def of(cls, engine: Engine, options: ServeOptions, created: int) -> "Front":
+        gate = Gate(engine)
+        metrics = Metrics(engine, gate, options.metrics_prefix)
+        return cls(engine, gate, metrics, options, created, itertools.count())
+
+    async def read_object(self, request: Request) -> dict[str, Any]:
+        return await read_object(request, self.options.max_body_bytes)
+
+    def fields(
+        self, raw: dict[str, Any], body_type: type[Body], *, sampling: bool = False
+    ) -> Fields[Body]:
+        """The request taken apart, for the served model; RequestError says what is wrong."""
+        fields = read_fields(raw, body_type, sampling=sampling)
+        self.check_model(raw.get("model", self.engine.model_name))
+        if fields.unknown:
+            self._unknown(fields.unknown)
+        return fields
+
+    def check_model(self, name: str) -> None:
+        if name != self.engine.model_name:
+            raise UnknownModelError(
+                f"The model {name!r} does not exist; {self.engine.model_name!r} is served here",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _unknown(self, names: tuple[str, ...]) -> None:
+        self.metrics.unknown_fields.inc(len(names))
+        if self.options.strict_fields:
+            raise RequestError(
+                f"The field {names[0]!r} is not known", param=names[0], code="unknown_field"
+            )
+        logger.info("Left aside request fields that nobody knows: %.200r", names)
+
+
+def json_response(value: Any, status_code: int = 200, headers: Any = None) -> Response:
+    return Response(
+        msgspec.json.encode(value), status_code, headers=headers, media_type="application/json"
+    )

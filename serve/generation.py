@@ -1,0 +1,72 @@
+"""The engine's work for one request: every prompt at once, watched, and closed at the end."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+
+from paged_jax import RequestError, SamplingParams
+from serve.engine import Engine, Output
+from serve.errors import ABORTS, GenerationError
+from serve.metrics import Metrics
+from serve.prompts import Prompt
+
+Take = Callable[[int, Output], None]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Prompts that go to the engine with the same parameters. Nothing is submitted before `run`.
+
+    arrived: `time.perf_counter()` when the request came in.
+    """
+
+    engine: Engine
+    metrics: Metrics
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    request_id: str
+    arrived: float
+
+    async def run(self, take: Take) -> None:
+        """Hand each output to `take`, with the index of its prompt, as soon as it is there.
+
+        The first error, of the engine or of `take`, ends all of it and is raised. Cancelling
+        aborts what runs.
+        """
+        await _all_or_none([self._run_one(i, take) for i in range(len(self.prompts))])
+
+    async def _run_one(self, i: int, take: Take) -> None:
+        token_ids = self.prompts[i].token_ids
+        watch = self.metrics.watch(self.params, len(token_ids), self.arrived)
+        try:
+            outputs = self.engine.generate(
+                token_ids, self.params, request_id=f"{self.request_id}-{i}"
+            )
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    watch.saw(output)
+                    if any(choice.finish_reason == "error" for choice in output.outputs):
+                        raise GenerationError
+                    take(i, output)
+        except RequestError:
+            raise  # was never taken in
+        except (asyncio.CancelledError, *ABORTS):
+            watch.ended("abort")
+            raise
+        except Exception:
+            watch.ended("error")
+            raise
+
+
+async def _all_or_none(work: Sequence[Coroutine[None, None, None]]) -> None:
+    if len(work) == 1:
+        await work[0]
+        return
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,158 @@
+"""Prompts: from text, token ids or messages to token ids.
+
+Text is tokenized in a thread: a prompt of some megabytes takes seconds, in which every other
+client's tokens would wait.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from paged_jax import RequestError
+from serve.engine import Engine, Tokenizer
+from serve.protocol import ChatRequest, CompletionRequest, TokenizeChatRequest
+
+MAX_CHOICES = 1024
+MAX_MESSAGES = 8192
+
+
+@dataclass(frozen=True)
+class Prompt:
+    token_ids: list[int]
+    text: str | None = None  # as the client wrote it, if it wrote text
+
+
+async def completion_prompts(
+    engine: Engine, body: CompletionRequest, num_choices: int
+) -> list[Prompt]:
+    """One prompt for a string or a list of ids, several for a list of either.
+
+    num_choices: how many are wanted of each prompt.
+    """
+    given = body.prompt
+    if isinstance(given, str):
+        return await encode(engine, [given], body.add_special_tokens)
+    if not given:
+        raise RequestError("prompt is empty", param="prompt")
+    if isinstance(given[0], int | float):
+        return [Prompt(_convert(given, list[int]))]
+    if len(given) * num_choices > MAX_CHOICES:
+        raise RequestError(
+            f"{len(given)} prompts with n={num_choices} make {len(given) * num_choices} choices, "
+            f"at most {MAX_CHOICES} are allowed in one request",
+            param="prompt",
+        )
+    if isinstance(given[0], str):
+        return await encode(engine, _convert(given, list[str]), body.add_special_tokens)
+    return [Prompt(token_ids) for token_ids in _convert(given, list[list[int]])]
+
+
+async def chat_prompt(engine: Engine, fields: ChatRequest | TokenizeChatRequest) -> Prompt:
+    """The conversation as the model's template writes it."""
+    if not fields.messages:
+        raise RequestError("messages is empty", param="messages")
+    if len(fields.messages) > MAX_MESSAGES:
+        raise RequestError(
+            f"messages holds {len(fields.messages)} messages, at most {MAX_MESSAGES} are allowed",
+            param="messages",
+        )
+    if fields.add_generation_prompt and fields.continue_final_message:
+        raise RequestError(
+            "continue_final_message needs add_generation_prompt to be false: a message is either "
+            "continued or answered",
+            param="continue_final_message",
+        )
+    options = dict(fields.chat_template_kwargs)
+    if fields.reasoning_effort is not None:
+        options["reasoning_effort"] = fields.reasoning_effort
+    messages = [_checked_message(i, message) for i, message in enumerate(fields.messages)]
+    token_ids = await asyncio.to_thread(
+        engine.render_chat,
+        messages,
+        add_generation_prompt=fields.add_generation_prompt,
+        continue_final_message=fields.continue_final_message,
+        variables=options,
+    )
+    return Prompt(token_ids)
+
+
+def require_tokenizer(engine: Engine, param: str) -> Tokenizer:
+    if engine.tokenizer is None:
+        raise RequestError(
+            f"{param} needs a tokenizer, and this server runs without one: it takes token ids",
+            param=param,
+        )
+    return engine.tokenizer
+
+
+def prompt_text(engine: Engine, prompt: Prompt) -> str:
+    """The prompt as the client wrote it, or what its token ids say."""
+    if prompt.text is not None:
+        return prompt.text
+    return require_tokenizer(engine, "echo").decode(prompt.token_ids, skip_special_tokens=False)
+
+
+async def encode(engine: Engine, texts: list[str], add_special_tokens: bool) -> list[Prompt]:
+    tokenizer = require_tokenizer(engine, "prompt")
+
+    def encode_all() -> list[Prompt]:
+        return [
+            Prompt(tokenizer.encode(text, add_special_tokens=add_special_tokens), text)
+            for text in texts
+        ]
+
+    return await asyncio.to_thread(encode_all)
+
+
+def _convert(given: list[Any], kind: Any) -> Any:
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise RequestError(
+            f"prompt must be a string, a list of strings, a list of token ids or a list of such "
+            f"lists: {error}",
+            param="prompt",
+        ) from None
+
+
+# Parts of a message that ask for something which is not to be had here.
+_REFUSED_PARTS = ("audio", "function_call", "tool_calls")
+
+
+def _checked_message(i: int, message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its text in one string, without what is null (but for its content).
+
+    Other keys are handed to the template as they are.
+    """
+    where = f"messages[{i}]"
+    if not isinstance(message.get("role"), str):
+        raise RequestError(f"{where}.role must be a string", param=f"{where}.role")
+    for name in _REFUSED_PARTS:
+        if message.get(name):
+            raise RequestError(
+                f"{where}.{name} is not supported by this server",
+                param=f"{where}.{name}",
+                code="unsupported_field",
+            )
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(_texts(where, content))
+    elif content is not None and not isinstance(content, str):
+        raise RequestError(
+            f"{where}.content must be a string or a list of parts", param=f"{where}.content"
+        )
+    rest = {name: value for name, value in message.items() if value is not None}
+    return rest | {"content": content}
+
+
+def _texts(where: str, parts: list[Any]) -> Iterable[str]:
+    for j, part in enumerate(parts):
+        at = f"{where}.content[{j}]"
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise RequestError(f"{at} is no text part, the only kind supported", param=at)
+        if not isinstance(part.get("text"), str):
+            raise RequestError(f"{at}.text must be a string", param=f"{at}.text")
+        yield part["text"]

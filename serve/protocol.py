@@ -1,0 +1,147 @@
+"""The bodies of requests and responses, field by field.
+
+Sampling fields are missing here on purpose: they go to `SamplingParams` as they came, which
+checks them and names the one that is wrong.
+"""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+NumTokens = Annotated[int, Meta(ge=0, lt=2**31)]
+
+
+# Requests
+
+
+class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationRequest(Struct, kw_only=True, frozen=True):
+    """What the two generating endpoints have in common."""
+
+    model: str | None = None
+    request_id: str | None = None
+    max_completion_tokens: NumTokens | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+
+
+class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
+    prompt: str | list[Any]
+    add_special_tokens: bool = True
+    echo: bool = False
+
+
+class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: str | None = None
+
+
+class TokenizePromptRequest(Struct, kw_only=True, frozen=True):
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatRequest(Struct, kw_only=True, frozen=True):
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: str | None = None
+    model: str | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Struct, kw_only=True, frozen=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+# Responses
+
+
+class CachedTokens(Struct, kw_only=True, frozen=True):
+    cached_tokens: int
+
+
+class Usage(Struct, kw_only=True, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class CompletionChoice(Struct, kw_only=True, frozen=True):
+    """Of a whole response and of a chunk, where `text` is what is new."""
+
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class AssistantMessage(Struct, kw_only=True, frozen=True):
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(Struct, kw_only=True, frozen=True):
+    index: int
+    message: AssistantMessage
+    logprobs: None = None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Delta(Struct, kw_only=True, frozen=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, kw_only=True, frozen=True):
+    index: int
+    delta: Delta
+    logprobs: None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ModelCard(Struct, kw_only=True, frozen=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "paged-jax"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(Struct, kw_only=True, frozen=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Tokens(Struct, kw_only=True, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class Text(Struct, kw_only=True, frozen=True):
+    prompt: str

@@ -1,0 +1,57 @@
+"""The name of a request, given by the client or made here, and echoed on every response."""
+
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paged_jax import RequestError
+from serve.errors import error_response
+
+HEADER = "x-request-id"
+MAX_LEN = 128
+_PRINTABLE = re.compile(r"[\x20-\x7e]+")
+
+
+def check_request_id(request_id: str, param: str) -> str:
+    """The id, if it can be a header and a line in a log; else RequestError naming `param`."""
+    if len(request_id) > MAX_LEN:
+        raise RequestError(
+            f"{param} has {len(request_id)} characters, at most {MAX_LEN} are allowed",
+            param=param,
+        )
+    if not _PRINTABLE.fullmatch(request_id):
+        raise RequestError(f"{param} must be made of printable ASCII characters", param=param)
+    return request_id
+
+
+class RequestIds:
+    """Pure ASGI middleware: keeps the id in `scope["state"]` and echoes it.
+
+    An endpoint that finds an id in the request's body puts it into the state, too.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        state["request_id"] = uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[HEADER] = state["request_id"]
+            await send(message)
+
+        given = Headers(scope=scope).get(HEADER)
+        try:
+            if given is not None:
+                state["request_id"] = check_request_id(given, HEADER)
+        except RequestError as error:
+            await error_response(error)(scope, receive, send_with_id)
+        else:
+            await self.app(scope, receive, send_with_id)

@@ -1,0 +1,250 @@
+"""An engine without a model: it says what it was told to say, and counts what is done to it.
+
+Run as a program it serves itself, for tests that need a process to signal:
+`python -m tests.fake_engine --port 8000 --delay-s 0.05`.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paged_jax import (
+    CompletionOutput,
+    EngineDeadError,
+    ModelLoadError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+)
+
+BOS = 256
+EOS = 257
+VOCAB_SIZE = 300  # more than the tokenizer knows, as in many a model
+PIECES = ("one ", "two ", "three ", "four ", "five ", "six ", "seven ", "eight ")
+MAX_MODEL_LEN = 20_000
+
+
+class FakeTokenizer:
+    """A token for every byte of UTF-8, and a BOS before a text."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [BOS] * add_special_tokens + list(text.encode())
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        plain = bytes(token_id for token_id in token_ids if token_id < BOS)
+        bos = "" if skip_special_tokens or BOS not in token_ids else "<bos>"
+        return bos + plain.decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class FakeStats:
+    num_running: int
+    num_waiting: int = 0
+    num_blocks: int = 65
+    block_size: int = 16
+    kv_cache_usage: float = 0.0
+    preemptions: int = 3
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    padded_tokens: int = 7
+    prefix_lookup_tokens: int = 40
+    prefix_hit_tokens: int = 16
+    compiles: int = 5
+    compile_s: float = 1.5
+    late_compiles: int = 0
+
+
+@dataclass
+class FakeEngine:
+    """Token i of every choice is `pieces[i % len(pieces)]`, with that remainder as its id.
+
+    lengths: where each choice ends with "stop"; a choice without one ends with "length" at
+    max_tokens. The other fields say when to wait and what goes wrong when.
+    """
+
+    pieces: Sequence[str] = PIECES
+    lengths: Sequence[int | None] = (None,)
+    delay_s: float = 0.0  # before every token
+    prefill_s: float = 0.0  # before the first one, in addition
+    start_s: float = 0.0
+    start_error: Exception | None = None
+    dies_after: int | None = None  # tokens of a request
+    fails_after: int | None = None  # tokens, then finish_reason "error"
+    raises_after: tuple[int, Exception] | None = None
+    stop_reason: str | int | None = None
+    generation_defaults: Mapping[str, Any] = ()  # type: ignore[assignment]
+    has_tokenizer: bool = True
+    model_name: str = "fake/model"
+    max_model_len: int = MAX_MODEL_LEN
+    vocab_size: int = VOCAB_SIZE
+
+    def __post_init__(self):
+        self.state = "loading"
+        self.tokenizer = FakeTokenizer() if self.has_tokenizer else None
+        self.generation_defaults = dict(self.generation_defaults)
+        self.running: set[str] = set()
+        self.seen: list[tuple[str, tuple[int, ...], SamplingParams]] = []
+        self.rendered: list[tuple[list[dict], dict]] = []
+        self.num_aborted = 0
+        self.num_prompt_tokens = 0
+        self.num_tokens = 0
+        self.num_starts = 0
+        self.num_shutdowns = 0
+
+    async def start(self) -> None:
+        self.num_starts += 1
+        await asyncio.sleep(self.start_s / 2)
+        self.state = "compiling"
+        await asyncio.sleep(self.start_s / 2)
+        if self.start_error is not None:
+            raise self.start_error
+        self.state = "ready"
+
+    async def shutdown(self, *, drain_s: float) -> None:
+        self.num_shutdowns += 1
+        self.state = "dead"
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, Any],
+    ) -> list[int]:
+        self.rendered.append((messages, dict(variables)))
+        if messages[0]["role"] == "refused":
+            raise RequestError("roles must alternate", param="messages", code="chat_template")
+        for name in variables:
+            if name not in ("mood", "reasoning_effort"):
+                raise RequestError(
+                    f"this model's chat template does not read {name!r}",
+                    param="chat_template_kwargs",
+                )
+        text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        if add_generation_prompt:
+            text += "<assistant>"
+        elif not continue_final_message:
+            text += "<end>"
+        return self.tokenizer.encode(text)
+
+    async def generate(
+        self, prompt: list[int], params: SamplingParams, *, request_id: str
+    ) -> AsyncIterator[RequestOutput]:
+        self._check(prompt, params)
+        assert request_id not in self.running, "ids must be unique"
+        self.seen.append((request_id, tuple(prompt), params))
+        self.num_prompt_tokens += len(prompt)
+        self.running.add(request_id)
+        finished = False
+        try:
+            async for outputs in self._outputs(len(prompt), params):
+                finished = all(output.finish_reason for output in outputs)
+                yield RequestOutput(
+                    request_id, None, tuple(prompt), outputs, finished, num_cached_tokens=1
+                )
+        finally:
+            self.running.discard(request_id)
+            self.num_aborted += not finished
+
+    def _check(self, prompt: list[int], params: SamplingParams) -> None:
+        for token_id in prompt:
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(f"prompt holds {token_id}", param="prompt")
+        if not prompt:
+            raise RequestError("the prompt is empty", param="prompt")
+        max_tokens = 1 if params.max_tokens is None else params.max_tokens
+        if len(prompt) + max_tokens > self.max_model_len:
+            raise RequestError(
+                f"this model's maximum context length is {self.max_model_len} tokens, but the "
+                f"prompt has {len(prompt)} and max_tokens asks for {max_tokens} more",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    async def _outputs(
+        self, prompt_len: int, params: SamplingParams
+    ) -> AsyncIterator[tuple[CompletionOutput, ...]]:
+        limit = self.max_model_len - prompt_len
+        if params.max_tokens is not None:
+            limit = min(limit, params.max_tokens)
+        if limit == 0:
+            yield tuple(CompletionOutput(i, "", (), "length") for i in range(len(self.lengths)))
+            return
+        ends = [limit if length is None else min(length, limit) for length in self.lengths]
+        await asyncio.sleep(self.prefill_s)
+        for i in range(max(ends)):
+            await asyncio.sleep(self.delay_s)
+            self._go_wrong(i)
+            yield tuple(self._token(k, i, ends[k]) for k in range(len(ends)) if i < ends[k])
+
+    def _go_wrong(self, i: int) -> None:
+        if i == self.dies_after:
+            self.state = "dead"
+        if self.state == "dead":
+            raise EngineDeadError("Traceback: the innards of the engine")
+        if self.raises_after is not None and i == self.raises_after[0]:
+            raise self.raises_after[1]
+
+    def _token(self, k: int, i: int, end: int) -> CompletionOutput:
+        self.num_tokens += 1
+        token_id = i % len(self.pieces)
+        reason, stop_reason = None, None
+        if i == self.fails_after:
+            reason = "error"
+        elif i + 1 == end:
+            stopped = self.lengths[k] == end
+            reason = "stop" if stopped else "length"
+            stop_reason = self.stop_reason if stopped else None
+        return CompletionOutput(k, self.pieces[token_id], (token_id,), reason, stop_reason)
+
+    async def abort(self, request_id: str) -> None:
+        raise AssertionError("the door ends a request by closing its outputs")
+
+    def stats(self) -> FakeStats:
+        return FakeStats(
+            num_running=len(self.running),
+            kv_cache_usage=len(self.running) / 64,
+            num_steps=self.num_tokens,
+            prompt_tokens=self.num_prompt_tokens,
+            generation_tokens=self.num_tokens,
+        )
+
+
+def text_of(num_tokens: int, pieces: Sequence[str] = PIECES) -> str:
+    """What a choice of that many tokens says."""
+    return "".join(pieces[i % len(pieces)] for i in range(num_tokens))
+
+
+def main() -> int:
+    from serve import ServeOptions, run_server
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--delay-s", type=float, default=0.02)
+    parser.add_argument("--start-s", type=float, default=0.0)
+    parser.add_argument("--start-fails", action="store_true")
+    parser.add_argument("--dies-after", type=int)
+    parser.add_argument("--exit-when-dead", action="store_true")
+    parser.add_argument("--drain-timeout-s", type=float, default=10.0)
+    given = parser.parse_args()
+    engine = FakeEngine(
+        delay_s=given.delay_s,
+        start_s=given.start_s,
+        start_error=ModelLoadError("no such weights") if given.start_fails else None,
+        dies_after=given.dies_after,
+    )
+    options = ServeOptions(
+        drain_timeout_s=given.drain_timeout_s, exit_when_dead=given.exit_when_dead
+    )
+    return run_server(engine, options, port=given.port)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
