@@ -10,6 +10,7 @@ from scheduler.policy import ORDER_POLICIES, OrderPolicy
 from scheduler.request import FinishReason, Request, Sequence, Status, derive_seed
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
+from scheduler.step_record import StepRecord, StepTotals, record_step
 
 __all__ = [
     "ORDER_POLICIES",
@@ -30,7 +31,10 @@ __all__ = [
     "Sequence",
     "SequenceUpdate",
     "Status",
+    "StepRecord",
+    "StepTotals",
     "derive_seed",
     "make_batch",
     "make_buckets",
+    "record_step",
 ]

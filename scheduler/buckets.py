@@ -9,31 +9,35 @@ from dataclasses import dataclass
 class Buckets:
     """Sorted sizes for decode rows (D), prefill tokens (C) and sampled rows (R).
 
-    D and C start with 0: a step without decodes, or without prefill. The table of programs is
-    `programs()` for the backbone and `samples` for the sampler; warm-up and dispatch read both.
+    A step without prefill takes its D from `decodes`; one with prefill from `mixed_decodes`,
+    which has few sizes since a chunk costs more than padded rows. `backbones()` is the table of
+    step programs and `samples` that of the sampler's: warm-up and dispatch both read them.
     """
 
     decodes: tuple[int, ...]
     chunks: tuple[int, ...]
+    mixed_decodes: tuple[int, ...]
     samples: tuple[int, ...]
 
     def __post_init__(self):
-        for name in ("decodes", "chunks", "samples"):
+        for name in ("decodes", "chunks", "mixed_decodes", "samples"):
             sizes = getattr(self, name)
-            if list(sizes) != sorted(set(sizes)):
-                raise ValueError(f"{name} must be rising, got {sizes}")
-        if self.decodes[0] != 0 or self.chunks[0] != 0:
-            raise ValueError("decodes and chunks must begin with 0")
+            if not sizes or list(sizes) != sorted(set(sizes)):
+                raise ValueError(f"{name} must be rising sizes, got {sizes}")
 
-    def programs(self) -> Iterator[tuple[int, int]]:
+    def backbones(self) -> Iterator[tuple[int, int]]:
         """Every (D, C) that a step can be padded to, largest first."""
         for chunk in reversed(self.chunks):
-            for decode in reversed(self.decodes):
-                if decode or chunk:
-                    yield decode, chunk
+            for decode in reversed(self.mixed_decodes):
+                yield decode, chunk
+        for decode in reversed(self.decodes):
+            yield decode, 0
 
     def pick(self, num_decodes: int, num_chunk_tokens: int) -> tuple[int, int]:
-        return _round_up(self.decodes, num_decodes), _round_up(self.chunks, num_chunk_tokens)
+        if num_chunk_tokens == 0:
+            return _round_up(self.decodes, num_decodes), 0
+        decode = _round_up(self.mixed_decodes, num_decodes)
+        return decode, _round_up(self.chunks, num_chunk_tokens)
 
     def pick_samples(self, num_samples: int) -> int:
         return _round_up(self.samples, num_samples)
@@ -43,8 +47,8 @@ def _round_up(sizes: tuple[int, ...], size: int) -> int:
     return sizes[bisect.bisect_left(sizes, size)]
 
 
-def rising_sizes(smallest: int, largest: int, *, finer_above: int) -> tuple[int, ...]:
-    """Sizes from `smallest` to `largest`: doubling up to `finer_above`, then in steps of a half.
+def rising_sizes(smallest: int, largest: int, *, finer_from: int) -> tuple[int, ...]:
+    """Sizes from `smallest` to `largest`: doubling, with one in the middle from `finer_from` on.
 
     Powers of two at the top would waste up to half of the step.
     """
@@ -52,14 +56,24 @@ def rising_sizes(smallest: int, largest: int, *, finer_above: int) -> tuple[int,
     size = smallest
     while size < largest:
         sizes.append(size)
-        if size >= finer_above and 3 * size // 2 < largest:
+        if size >= finer_from and 3 * size // 2 < largest:
             sizes.append(3 * size // 2)
         size *= 2
     return (*sizes, largest)
 
 
 def make_buckets(*, max_num_seqs: int, max_num_batched_tokens: int) -> Buckets:
-    """Default sizes for these limits."""
-    rows = rising_sizes(1, max_num_seqs, finer_above=16)
-    chunks = rising_sizes(min(16, max_num_batched_tokens), max_num_batched_tokens, finer_above=64)
-    return Buckets(decodes=(0, *rows), chunks=(0, *chunks), samples=rows)
+    """Default sizes for these limits.
+
+    A step's decodes and chunk together stay within `max_num_batched_tokens`, so the largest
+    chunk is a bucket edge.
+    """
+    rows = rising_sizes(1, max_num_seqs, finer_from=16)
+    few = tuple(size for size in (32, 128) if size * 2 <= max_num_seqs)
+    smallest = min(16, max_num_batched_tokens)
+    return Buckets(
+        decodes=rows,
+        chunks=rising_sizes(smallest, max_num_batched_tokens, finer_from=128),
+        mixed_decodes=(0, *few, max_num_seqs),
+        samples=rows,
+    )

@@ -1,0 +1,372 @@
+"""The engine: one model, one scheduler, one loop. Tokens in, tokens out.
+
+    schedule -> make_batch -> execute -> update
+
+Text is not its business: `LLM` and `AsyncEngine` put a tokenizer in front of it.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import jax
+import numpy as np
+
+from paged_jax.compile_cache import use_compile_cache
+from paged_jax.compile_log import CompileCounter
+from paged_jax.config import EngineConfig
+from paged_jax.errors import RequestError
+from paged_jax.generation_config import read_generation_config
+from paged_jax.hub import resolve_model
+from paged_jax.model_runner import Program, StepSizes
+from paged_jax.models import ServedModel, load_model
+from paged_jax.plan import choose_dtype, make_plan, size_runner
+from paged_jax.progress import ConsoleProgress, Progress
+from paged_jax.sharding import choose_device
+from paged_jax.tokenizer import Tokenizer, load_tokenizer
+from scheduler import (
+    FinishReason,
+    Request,
+    SamplingParams,
+    Scheduler,
+    SchedulerOutput,
+    SequenceUpdate,
+    StepRecord,
+    StepTotals,
+    derive_seed,
+    make_batch,
+    record_step,
+)
+
+__all__ = ["Engine", "EngineStats"]
+
+logger = logging.getLogger(__name__)
+
+NUM_RECORDS = 1024
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The engine as an operator sees it. Counters only rise; gauges are of the last step."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    block_size: int
+    blocks_in_use: int
+    blocks_cached: int
+    max_num_seqs: int
+    steps: int
+    num_requests: int
+    prompt_tokens: int
+    generation_tokens: int
+    scheduled_tokens: int
+    padded_tokens: int
+    preemptions: int
+    prefix_lookup_tokens: int
+    prefix_hit_tokens: int
+    compiles: int
+    compile_s: float
+    late_compiles: int
+    mean_occupancy: float
+    mean_block_utilization: float
+    host_s: float
+    device_s: float
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the pool's blocks that are held; cached ones count as free."""
+        return self.blocks_in_use / max(1, self.num_blocks - 1)
+
+
+class _Pending(NamedTuple):
+    """A dispatched step whose tokens are still on the device."""
+
+    output: SchedulerOutput
+    tokens: jax.Array | None
+    sizes: StepSizes
+    host_s: float
+
+
+class Engine:
+    """Continuous batching over one model. Not thread-safe: one thread calls everything but
+    `check_request` and `stats`.
+
+    `model` is a `ServedModel`; `eos_token_ids` end a sequence unless the request ignores them.
+    Raises ConfigError when the configuration does not fit the model or the device.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        config: EngineConfig,
+        *,
+        name: str | None = None,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Iterable[int] = (),
+        generation_defaults: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+    ):
+        self.config = config
+        self.model_name = config.served_model_name or name or config.model
+        self.tokenizer = tokenizer
+        self.vocab_size = model.vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.generation_defaults = dict(generation_defaults or {})
+        self._progress = progress or ConsoleProgress()
+        self._compile_counter = CompileCounter()
+        self._num_late_compiles = 0
+        self._warm = False
+
+        device = choose_device(config.device)
+        plan = make_plan(model, config, device)
+        self.max_num_batched_tokens = plan.max_num_batched_tokens
+        self.runner = size_runner(model, plan, config, device, self._progress)
+        scheduler_config = plan.scheduler_config(
+            config, [spec.num_blocks for spec in self.runner.specs]
+        )
+        # Without an explicit length, promise no more than the pool can hold.
+        self.max_model_len = plan.max_model_len
+        if config.max_model_len is None:
+            self.max_model_len = min(plan.max_model_len, scheduler_config.capacity_tokens)
+        self.scheduler = Scheduler(scheduler_config)
+        self.runner.allocate()
+
+        self._lag = 1 if config.overlap else 0
+        self._pending: deque[_Pending] = deque()
+        self._finished_at_birth: list[SequenceUpdate] = []
+        self._totals = StepTotals()
+        self.records: deque[StepRecord] = deque(maxlen=NUM_RECORDS)
+        self._num_requests = 0
+        self._num_prompt_tokens = 0
+        self._num_generation_tokens = 0
+        self._last_stats = self._make_stats()
+
+    @classmethod
+    def from_pretrained(cls, config: EngineConfig, *, progress: Progress | None = None) -> Self:
+        """Load a model from disk, the Hub or the package index, and make it ready.
+
+        With `config.warmup == "full"` every program is compiled before this returns.
+        """
+        progress = progress or ConsoleProgress()
+        files = resolve_model(config.model, progress=progress)
+        use_compile_cache(config.compilation_cache_dir)
+        device = choose_device(config.device)
+        with jax.default_device(device):
+            model = load_model(
+                files.directory, dtype=choose_dtype(config, device), progress=progress
+            )
+        tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files.directory)
+        generation = read_generation_config(files.directory)
+        eos = generation.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset())
+        engine = cls(
+            model,
+            config,
+            name=files.name,
+            tokenizer=tokenizer,
+            eos_token_ids=eos,
+            generation_defaults=generation.sampling,
+            progress=progress,
+        )
+        if config.warmup == "full":
+            engine.warm_up()
+        return engine
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise RequestError, naming the field and the limit, if this could not be served.
+
+        Reads only what never changes, so any thread may call it.
+        """
+        num_tokens = len(prompt_token_ids)
+        if not num_tokens:
+            raise RequestError("the prompt is empty: it needs at least one token", param="prompt")
+        for token_id in prompt_token_ids:
+            self._check_token_id(token_id, "prompt")
+        for token_id in params.stop_token_ids:
+            self._check_token_id(token_id, "stop_token_ids")
+        max_tokens = 1 if params.max_tokens is None else params.max_tokens
+        if num_tokens + max_tokens > self.max_model_len:
+            wanted = "at least 1" if params.max_tokens is None else f"{max_tokens}"
+            raise RequestError(
+                f"this model's maximum context length is {self.max_model_len} tokens, but the "
+                f"prompt has {num_tokens} and max_tokens asks for {wanted} more",
+                param="prompt" if num_tokens >= self.max_model_len else "max_tokens",
+                code="context_length_exceeded",
+            )
+        self.scheduler.check_fits(num_tokens)
+
+    def _check_token_id(self, token_id: object, param: str) -> None:
+        is_int = isinstance(token_id, int | np.integer) and not isinstance(token_id, bool)
+        if not is_int or not 0 <= token_id < self.vocab_size:
+            raise RequestError(
+                f"{param} holds {token_id!r}, which is no token id: they are integers from 0 to "
+                f"{self.vocab_size - 1}",
+                param=param,
+            )
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> Request:
+        """Queue a request; RequestError if it can never be served or its id is in use."""
+        self.check_request(prompt_token_ids, params)
+        self._num_requests += 1
+        request = Request(
+            request_id,
+            map(int, prompt_token_ids),
+            params,
+            seed=self._seed_of(params),
+            max_total_tokens=self._max_total_tokens(len(prompt_token_ids), params),
+            eos_token_ids=self.eos_token_ids,
+        )
+        if params.max_tokens == 0:
+            self._finished_at_birth += [
+                SequenceUpdate(s, None, FinishReason.LENGTH) for s in request.sequences
+            ]
+        else:
+            self.scheduler.add(request)
+        self._num_prompt_tokens += len(prompt_token_ids)
+        return request
+
+    def _seed_of(self, params: SamplingParams) -> int:
+        if params.seed is not None:
+            return params.seed
+        return derive_seed(self.config.seed, self._num_requests)
+
+    def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Length at which a sequence ends. The last token is sampled but never stored."""
+        limit = min(self.max_model_len, self.scheduler.config.capacity_tokens + 1)
+        if params.max_tokens is not None:
+            limit = min(limit, num_prompt_tokens + params.max_tokens)
+        return limit
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its samples, in whatever state it is."""
+        self.scheduler.abort(request_id, index)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return (
+            self.scheduler.has_unfinished or bool(self._pending) or bool(self._finished_at_birth)
+        )
+
+    # -- the loop ---------------------------------------------------------------------------
+
+    def step(self) -> list[SequenceUpdate]:
+        """Run one step; what became known by it, which may be of the step before."""
+        updates, self._finished_at_birth = self._finished_at_birth, []
+        began = time.perf_counter()
+        output = self.scheduler.schedule()
+        if not output.is_empty:
+            self._pending.append(self._dispatch(output, began))
+        if len(self._pending) > self._lag or (output.is_empty and self._pending):
+            updates += self._update()
+        self._last_stats = self._make_stats()
+        return updates
+
+    def _dispatch(self, output: SchedulerOutput, began: float) -> _Pending:
+        sizes = self.runner.sizes(
+            len(output.decodes), output.num_chunk_tokens, len(output.samples)
+        )
+        batch = make_batch(
+            output,
+            self.scheduler.rows,
+            block_size=self.config.block_size,
+            num_decode_rows=sizes.decodes,
+            num_chunk_rows=self.runner.max_num_chunks,
+            num_chunk_tokens=sizes.chunk_tokens,
+            num_sample_rows=sizes.samples,
+        )
+        self._compile_missing(output, sizes)
+        for group in sorted({copy.group for copy in output.copies}):
+            pairs = [(c.source, c.target) for c in output.copies if c.group == group]
+            self.runner.copy_blocks(group, pairs)
+        tokens = self.runner.execute(batch, sizes)
+        record = record_step(
+            self.scheduler,
+            output,
+            num_padded_tokens=sizes.decodes + sizes.chunk_tokens - output.num_tokens,
+        )
+        self.records.append(record)
+        self._totals.add([record])
+        return _Pending(output, tokens, sizes, time.perf_counter() - began)
+
+    def _update(self) -> list[SequenceUpdate]:
+        output, tokens, _, host_s = self._pending.popleft()
+        began = time.perf_counter()
+        sampled = [] if tokens is None else np.asarray(tokens)[: len(output.samples)].tolist()
+        waited = time.perf_counter()
+        updates = self.scheduler.update(output, sampled)
+        self._num_generation_tokens += sum(u.token_id is not None for u in updates)
+        self._totals.device_s += waited - began
+        self._totals.host_s += host_s + time.perf_counter() - waited
+        return updates
+
+    # -- compiling --------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Compile every program, and run each helper computation once, with a progress bar."""
+        programs = list(self.runner.programs())
+        with self._progress.track("compiling", len(programs), unit="programs") as advance:
+            for program in programs:
+                self.runner.compile(program)
+                advance(1)
+        self._warm = True
+
+    def _compile_missing(self, output: SchedulerOutput, sizes: StepSizes) -> None:
+        """Say which programs this step compiles: in service it would look like a hang."""
+        needed = [Program("backbone", (sizes.decodes, sizes.chunk_tokens))]
+        if sizes.samples:
+            needed.append(Program("sample", (sizes.samples,)))
+        for group in sorted({copy.group for copy in output.copies}):
+            needed.append(Program("copy", (group, self.config.max_num_seqs)))
+        for program in needed:
+            if self.runner.is_compiled(program):
+                continue
+            if self._warm:
+                self._num_late_compiles += 1
+                logger.warning("compiling after warm-up: %s", program)
+            self._progress.say(f"compiling: {program}")
+            self.runner.compile(program)
+
+    # -- figures ----------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """The figures as of the last step. Any thread may call it."""
+        return self._last_stats
+
+    def _make_stats(self) -> EngineStats:
+        scheduler, totals = self.scheduler, self._totals
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            num_blocks=scheduler.config.num_blocks[0],
+            block_size=self.config.block_size,
+            blocks_in_use=scheduler.pools[0].num_referenced,
+            blocks_cached=scheduler.pools[0].num_cached,
+            max_num_seqs=self.config.max_num_seqs,
+            steps=totals.num_steps,
+            num_requests=self._num_requests,
+            prompt_tokens=self._num_prompt_tokens,
+            generation_tokens=self._num_generation_tokens,
+            scheduled_tokens=totals.num_tokens,
+            padded_tokens=totals.num_padded_tokens,
+            preemptions=scheduler.num_preemptions,
+            prefix_lookup_tokens=scheduler.num_lookup_tokens,
+            prefix_hit_tokens=scheduler.num_hit_tokens,
+            compiles=self._compile_counter.num_compiles,
+            compile_s=self._compile_counter.compile_s,
+            late_compiles=self._num_late_compiles,
+            mean_occupancy=totals.mean_occupancy,
+            mean_block_utilization=totals.mean_block_utilization,
+            host_s=totals.host_s,
+            device_s=totals.device_s,
+        )
+
+    def close(self) -> None:
+        """Give up listening for compilations. The engine is not used afterwards."""
+        self._compile_counter.close()

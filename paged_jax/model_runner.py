@@ -1,0 +1,306 @@
+"""The device side of a step: parameters, KV cache and the compiled programs.
+
+    execute(batch, programs) -> tokens    copy blocks, backbone, sampler; all without waiting
+
+Two programs make a step, so that their sizes add instead of multiplying: the backbone, by padded
+decode rows and chunk tokens (D, C), gives the hidden states of the rows that sample; the sampler,
+by rows R, makes logits and tokens of them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from paged_jax.attention import PagedAttend
+from paged_jax.models import ServedModel
+from paged_jax.sampling import sample
+from paged_jax.sharding import replicated
+from pallas_kernels import Backend, KVPool, KVSpec, copy_blocks
+from scheduler import AttentionMetadata, Batch, Buckets, SamplingMetadata
+
+__all__ = ["DeviceState", "ModelRunner", "Program"]
+
+
+class DeviceState(NamedTuple):
+    """What lives on the device between steps. Every program donates what it changes."""
+
+    pools: tuple[KVPool, ...]  # one of each block group
+    last_tokens: jax.Array  # i32[max_num_seqs + 1], by row; the last entry takes the padding
+
+
+class Program(NamedTuple):
+    """A compiled size. `kind` is `backbone` (D, C), `sample` (R,) or `copy` (group, M)."""
+
+    kind: str
+    size: tuple[int, ...]
+
+    def __str__(self) -> str:
+        if self.kind == "backbone":
+            return f"step of {self.size[0]} decode rows and {self.size[1]} prefill tokens"
+        if self.kind == "sample":
+            return f"sampler of {self.size[0]} rows"
+        return f"copy of {self.size[1]} blocks in group {self.size[0]}"
+
+
+class StepSizes(NamedTuple):
+    """Padded sizes of one step: D decode rows, C chunk tokens, R sampled rows."""
+
+    decodes: int
+    chunk_tokens: int
+    samples: int
+
+
+class ModelRunner:
+    """Owns the device state; the engine's thread is its only caller.
+
+    `specs[g]` is the pool of block group g, `layer_slots[layer]` says where a layer lives.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        *,
+        mesh: Mesh,
+        backend: Backend,
+        layer_slots: Sequence[tuple[int, int]],
+        specs: Sequence[KVSpec],
+        buckets: Buckets,
+        table_width: int,
+        max_num_seqs: int,
+        max_num_chunks: int,
+    ):
+        self.model = model
+        self.backend = backend
+        self.specs = tuple(specs)
+        self.buckets = buckets
+        self.max_num_chunks = max_num_chunks
+        self._layer_slots = tuple(layer_slots)
+        self._table_width = table_width
+        self._max_num_seqs = max_num_seqs
+        self._sharding = replicated(mesh)
+        self._params = jax.device_put(model.params, self._sharding)
+        self._compiled: dict[Program, Callable] = {}
+        self._state: DeviceState | None = None
+
+    # -- memory -----------------------------------------------------------------------------
+
+    def allocate(self) -> None:
+        """Make the pools, empty. Separate from compiling, which needs their shapes only."""
+        with jax.default_device(self._sharding.mesh.devices.flat[0]):
+            pools = tuple(self.backend.init_pool(spec) for spec in self.specs)
+            last_tokens = jnp.zeros(self._max_num_seqs + 1, jnp.int32)
+        self._state = jax.device_put(DeviceState(pools, last_tokens), self._sharding)
+
+    @property
+    def num_weight_bytes(self) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
+
+    @property
+    def num_block_bytes(self) -> int:
+        """Bytes of one block in every group."""
+        layouts = [self.backend.layout(spec) for spec in self.specs]
+        return sum(
+            layout.num_bytes // spec.num_blocks
+            for layout, spec in zip(layouts, self.specs, strict=True)
+        )
+
+    def num_temporary_bytes(self, program: Program) -> int:
+        analysis = self.compile(program).memory_analysis()
+        return 0 if analysis is None else analysis.temp_size_in_bytes
+
+    # -- programs ---------------------------------------------------------------------------
+
+    def programs(self) -> Iterator[Program]:
+        """Every program that a step can need, the largest first."""
+        for size in self.buckets.backbones():
+            yield Program("backbone", size)
+        for rows in reversed(self.buckets.samples):
+            yield Program("sample", (rows,))
+        for group in range(len(self.specs)):
+            yield Program("copy", (group, self._max_num_seqs))
+
+    def largest_programs(self) -> tuple[Program, Program]:
+        """Those with the most temporaries: the longest chunk, and the sampler of every row."""
+        return (
+            Program("backbone", next(self.buckets.backbones())),
+            Program("sample", (self.buckets.samples[-1],)),
+        )
+
+    def sizes(self, num_decodes: int, num_chunk_tokens: int, num_samples: int) -> StepSizes:
+        """The padded sizes that a step of these needs; R is 0 if nothing samples."""
+        decodes, chunk_tokens = self.buckets.pick(num_decodes, num_chunk_tokens)
+        samples = self.buckets.pick_samples(num_samples) if num_samples else 0
+        return StepSizes(decodes, chunk_tokens, samples)
+
+    def is_compiled(self, program: Program) -> bool:
+        return program in self._compiled
+
+    def compile(self, program: Program) -> Any:
+        """The executable of a program, compiled from shapes when it is first asked for."""
+        if program not in self._compiled:
+            lower = {"backbone": self._lower_backbone, "sample": self._lower_sample}
+            lowered = lower.get(program.kind, self._lower_copy)(*program.size)
+            self._compiled[program] = lowered.compile()
+        return self._compiled[program]
+
+    def _abstract(self, tree: Any) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), tree
+        )
+
+    def _abstract_pools(self) -> tuple[KVPool, ...]:
+        return tuple(
+            KVPool(self._abstract(self.backend.layout(spec).arrays), spec) for spec in self.specs
+        )
+
+    def _lower_backbone(self, decodes: int, chunk_tokens: int) -> Any:
+        num_tokens = decodes + chunk_tokens
+        num_seqs = decodes + (self.max_num_chunks if chunk_tokens else 0)
+        num_groups = len(self.specs)
+
+        def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
+
+        step = _BackboneInputs(
+            token_ids=array(num_tokens),
+            from_device=array(num_tokens, dtype=jnp.bool_),
+            positions=array(num_tokens),
+            rows=array(num_seqs),
+            logits_indices=array(self._max_num_seqs),
+            attn=AttentionMetadata(
+                slot_mapping=array(num_groups, num_tokens),
+                block_tables=array(num_groups, num_seqs, self._table_width),
+                seq_lens=array(num_seqs),
+                query_start_loc=array(num_seqs + 1),
+                num_decodes=array(),
+                num_seqs=array(),
+            ),
+        )
+
+        def backbone(params, pools, last_tokens, step):
+            # Only one-token rows can have a token that the host has not seen.
+            device_tokens = last_tokens[step.rows[:decodes]]
+            token_ids = jnp.concatenate(
+                [
+                    jnp.where(step.from_device[:decodes], device_tokens, step.token_ids[:decodes]),
+                    step.token_ids[decodes:],
+                ]
+            )
+            attend = PagedAttend(
+                pools,
+                step.attn,
+                layer_slots=self._layer_slots,
+                decode_rows=decodes,
+                backend=self.backend,
+            )
+            hidden = self.model.apply(params, token_ids, step.positions, attend)
+            return attend.pools(), hidden[step.logits_indices]
+
+        return jax.jit(backbone, donate_argnums=1).lower(
+            self._abstract(self._params),
+            self._abstract_pools(),
+            array(self._max_num_seqs + 1),
+            step,
+        )
+
+    def _lower_sample(self, rows: int) -> Any:
+        def array(*shape: int, dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
+
+        sampling = SamplingMetadata(
+            temperature=array(rows, dtype=jnp.float32),
+            top_k=array(rows, dtype=jnp.int32),
+            top_p=array(rows, dtype=jnp.float32),
+            min_p=array(rows, dtype=jnp.float32),
+            seeds=array(rows, 2, dtype=jnp.uint32),
+            positions=array(rows, dtype=jnp.int32),
+        )
+        hidden = array(self._max_num_seqs, self.model.hidden_size, dtype=self._hidden_dtype())
+
+        def sampler(params, last_tokens, hidden, sampling, sample_rows):
+            logits = self.model.logits(params, hidden[:rows])
+            tokens = sample(logits, sampling)
+            return last_tokens.at[sample_rows].set(tokens), tokens
+
+        return jax.jit(sampler, donate_argnums=1).lower(
+            self._abstract(self._params),
+            array(self._max_num_seqs + 1, dtype=jnp.int32),
+            hidden,
+            sampling,
+            array(rows, dtype=jnp.int32),
+        )
+
+    def _lower_copy(self, group: int, num_copies: int) -> Any:
+        ids = jax.ShapeDtypeStruct((num_copies,), jnp.int32, sharding=self._sharding)
+        pool = self._abstract_pools()[group]
+        copy = jax.jit(
+            lambda pool, source, target: copy_blocks(pool, source, target, backend=self.backend),
+            donate_argnums=0,
+        )
+        return copy.lower(pool, ids, ids)
+
+    def _hidden_dtype(self) -> Any:
+        tokens = jax.ShapeDtypeStruct((8,), jnp.int32)
+        hidden = jax.eval_shape(
+            lambda params, t: self.model.apply(params, t, t, _attend_shapes), self._params, tokens
+        )
+        return hidden.dtype
+
+    # -- a step -----------------------------------------------------------------------------
+
+    def copy_blocks(self, group: int, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (source, target) in every layer of a group, before the next `execute`."""
+        program = Program("copy", (group, self._max_num_seqs))
+        pairs = np.zeros((2, self._max_num_seqs), np.int32)
+        pairs[:, : len(copies)] = np.asarray(copies, np.int32).T
+        copy = self.compile(program)
+        pools, last_tokens = self._take_state()
+        copied = copy(pools[group], pairs[0].copy(), pairs[1].copy())
+        self._state = DeviceState((*pools[:group], copied, *pools[group + 1 :]), last_tokens)
+
+    def execute(self, batch: Batch, sizes: StepSizes) -> jax.Array | None:
+        """Dispatch a step. Its tokens i32[R] stay on the device; None if nothing samples."""
+        backbone = self.compile(Program("backbone", (sizes.decodes, sizes.chunk_tokens)))
+        inputs = _BackboneInputs(
+            batch.token_ids,
+            batch.from_device,
+            batch.positions,
+            batch.rows,
+            batch.logits_indices,
+            batch.attn,
+        )
+        sampler = self.compile(Program("sample", (sizes.samples,))) if sizes.samples else None
+        pools, last_tokens = self._take_state()
+        pools, hidden = backbone(self._params, pools, last_tokens, inputs)
+        tokens = None
+        if sampler is not None:
+            last_tokens, tokens = sampler(
+                self._params, last_tokens, hidden, batch.sampling, batch.sample_rows
+            )
+        self._state = DeviceState(pools, last_tokens)
+        return tokens
+
+    def _take_state(self) -> DeviceState:
+        """The state, to be donated: until its successor is stored there is none."""
+        assert self._state is not None, "allocate() first, and again after a failed step"
+        state, self._state = self._state, None
+        return state
+
+
+class _BackboneInputs(NamedTuple):
+    """The part of a batch that the backbone reads."""
+
+    token_ids: Any
+    from_device: Any
+    positions: Any
+    rows: Any
+    logits_indices: Any
+    attn: AttentionMetadata
+
+
+def _attend_shapes(q, k, v, **_):
+    return jnp.zeros_like(q)
