@@ -24,7 +24,7 @@ from pallas_kernels.xla_attention import attend_decodes, attend_prefills
 
 @dataclass(frozen=True)
 class XlaBackend:
-    """Two arrays: keys feature-major inside a block `[L*N, K, D, b]`, values `[L*N, K, b, D]`.
+    """Keys and values apart, a block's tokens together for each KV head: `[L*N, K, b, D]` each.
 
     On the CPU give it a float32 pool: XLA's bfloat16 scatter there copies the whole pool.
     """
@@ -33,13 +33,9 @@ class XlaBackend:
 
     def layout(self, spec: KVSpec) -> PoolLayout:
         layers, blocks, block_size, num_kv_heads, head_size, dtype = check_spec(spec)
-        keys = (layers * blocks, num_kv_heads, head_size, block_size)
-        values = (layers * blocks, num_kv_heads, block_size, head_size)
+        array = jax.ShapeDtypeStruct((layers * blocks, num_kv_heads, block_size, head_size), dtype)
         partition = PartitionSpec(None, KV_HEADS, None, None)
-        return PoolLayout(
-            (jax.ShapeDtypeStruct(keys, dtype), jax.ShapeDtypeStruct(values, dtype)),
-            (partition, partition),
-        )
+        return PoolLayout((array, array), (partition, partition))
 
     def init_pool(self, spec: KVSpec) -> KVPool:
         return zeros_pool(self.layout(spec), check_spec(spec))
@@ -55,10 +51,11 @@ class XlaBackend:
     ) -> KVPool:
         block = block_in_range(pool.spec, layer, slots // pool.spec.block_size)
         offset = slots % pool.spec.block_size
-        keys, values = pool.arrays
-        keys = keys.at[block, :, :, offset].set(k.astype(keys.dtype), mode="drop")
-        values = values.at[block, :, offset].set(v.astype(values.dtype), mode="drop")
-        return KVPool((keys, values), pool.spec)
+        arrays = tuple(
+            array.at[block, :, offset].set(new.astype(array.dtype), mode="drop")
+            for array, new in zip(pool.arrays, (k, v), strict=True)
+        )
+        return KVPool(arrays, pool.spec)
 
     def paged_attention(
         self,

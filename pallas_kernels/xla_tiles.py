@@ -1,0 +1,141 @@
+"""A few queries against their rows' keys: an online softmax over tiles of a few blocks."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.pool import KVPool, block_in_range
+from pallas_kernels.scoring import Scoring
+
+MASKED = -1e30  # finite, so that a query that sees nothing gives no NaN
+MAX_INT32 = 2**31 - 1
+
+
+def attend_tile(
+    q: Float[Array, "R Q H D"],
+    pool: KVPool,
+    block_tables: Int[Array, "S B"],
+    rows: Int[Array, " R"],
+    position: Int[Array, "R Q"],
+    scoring: Scoring,
+    *,
+    layer: int | Int[Array, ""],
+    kv_tile_len: int,
+) -> Float[Array, "R Q H D"]:
+    """Q queries of each of R rows, in float32; a query with a negative position gives 0.
+
+    Walks the keys from the first that any of the queries sees to the last, about `kv_tile_len`
+    of each row at a time, so the work is that of the longest of these rows.
+    """
+    block_size, table_width = pool.spec.block_size, block_tables.shape[1]
+    tile_blocks = min(max(kv_tile_len // block_size, 1), table_width)
+    kv_tile_len = tile_blocks * block_size
+    num_rows, num_queries, num_heads, head_size = q.shape
+    num_kv_heads = pool.spec.num_kv_heads
+    group_size = num_heads // num_kv_heads
+    # Exact float32 products unless both sides are short: an accelerator's default is less.
+    short = q.dtype.itemsize == pool.arrays[0].dtype.itemsize == 2
+    precision = lax.Precision.DEFAULT if short else lax.Precision.HIGHEST
+
+    queries = _scale_queries(q, scoring, num_kv_heads)  # [R,K,Q*G,D]
+    per_head = jnp.repeat(position, group_size, axis=1)[:, :, None]  # [R,Q*G,1]
+
+    def one_tile(tile, state):
+        top, total, out = state
+        column = tile * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32)
+        index, exists = _tile_blocks(pool, block_tables, rows, column, layer)
+        key_position = tile * kv_tile_len + jnp.arange(kv_tile_len, dtype=jnp.int32)
+        key_position = key_position[None, None]
+        seen = jnp.repeat(exists, block_size, axis=1)[:, None] & (key_position <= per_head)
+        if scoring.window is not None:
+            seen &= key_position > per_head - scoring.window
+        keys, values = (_gather(array, index) for array in pool.arrays)  # [R,K,J,D]
+        # Zero times NaN is NaN: an unseen slot's value must not meet its zero weight.
+        values = jnp.where(seen.any(axis=1)[:, None, :, None], values, 0)
+        seen = seen[:, None]  # [R,1,Q*G,J]
+
+        scores = jnp.einsum("rkmd,rkjd->rkmj", queries, keys, precision=precision)
+        if scoring.softcap is not None:
+            scores = scoring.softcap * jnp.tanh(scores / scoring.softcap)
+        scores = jnp.where(seen, scores, MASKED)
+        new_top = jnp.maximum(top, scores.max(axis=-1))
+        weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0)
+        shrink = jnp.exp(top - new_top)
+        total = total * shrink + weights.sum(axis=-1)
+        part = jnp.einsum("rkmj,rkjd->rkmd", weights, values, precision=precision)
+        return new_top, total, out * shrink[..., None] + part
+
+    top, total = _start(queries.shape[:-1], scoring, group_size)
+    first, end = _tile_range(position, scoring.window, kv_tile_len)
+    end = jnp.minimum(end, -(-table_width // tile_blocks))
+    state = (top, total, jnp.zeros_like(queries))
+    top, total, out = lax.fori_loop(first, end, one_tile, state)
+    out = out / jnp.where(total > 0, total, 1)[..., None]
+    if scoring.v_scale is not None:
+        out = out * scoring.v_scale[None, :, None, None]
+    out = out.reshape(num_rows, num_kv_heads, num_queries, group_size, head_size)
+    return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)
+
+
+def _scale_queries(
+    q: Float[Array, "R Q H D"], scoring: Scoring, num_kv_heads: int
+) -> Float[Array, "R K M D"]:
+    """Queries of a KV head together (M = Q * G), with everything linear folded in."""
+    num_rows, num_queries, num_heads, head_size = q.shape
+    q = q.astype(jnp.float32) * jnp.asarray(scoring.scale, jnp.float32)
+    q = q.reshape(num_rows, num_queries, num_kv_heads, num_heads // num_kv_heads, head_size)
+    if scoring.k_scale is not None:
+        q = q * scoring.k_scale[None, None, :, None, None]
+    return q.transpose(0, 2, 1, 3, 4).reshape(num_rows, num_kv_heads, -1, head_size)
+
+
+def _start(
+    shape: tuple[int, ...], scoring: Scoring, group_size: int
+) -> tuple[Float[Array, "R K M"], Float[Array, "R K M"]]:
+    """The softmax's running maximum and sum before any key: a sink is a key seen already."""
+    if scoring.sinks is None:
+        return jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
+    num_rows, num_kv_heads, num_queries = shape
+    sinks = scoring.sinks.reshape(1, num_kv_heads, 1, group_size)
+    sinks = jnp.broadcast_to(
+        sinks, (num_rows, num_kv_heads, num_queries // group_size, group_size)
+    ).reshape(shape)
+    top = jnp.maximum(sinks, MASKED)
+    return top, jnp.exp(sinks - top)
+
+
+def _tile_range(
+    position: Int[Array, "R Q"], window: int | None, kv_tile_len: int
+) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """First key tile that any query sees, and the one after the last."""
+    end = jnp.max(position) // kv_tile_len + 1
+    if window is None:
+        return jnp.zeros_like(end), end
+    lowest = jnp.min(jnp.where(position >= 0, position, MAX_INT32))
+    return jnp.maximum(lowest - window + 1, 0) // kv_tile_len, end
+
+
+def _tile_blocks(
+    pool: KVPool,
+    block_tables: Int[Array, "S B"],
+    rows: Int[Array, " R"],
+    column: Int[Array, " t"],
+    layer: int | Int[Array, ""],
+) -> tuple[Int[Array, "R t"], Bool[Array, "R t"]]:
+    """Where these columns of the rows' tables lie in the pool, and which of them exist."""
+    table_width = block_tables.shape[1]
+    column = column[None]
+    inside = jnp.minimum(column, table_width - 1)
+    ids = block_tables.at[rows[:, None], inside].get(mode="promise_in_bounds")
+    index = block_in_range(pool.spec, layer, ids)
+    exists = (ids > 0) & (index < pool.spec.num_layers * pool.spec.num_blocks)
+    return jnp.where(exists, index, 0), exists & (column < table_width)
+
+
+def _gather(array: Float[Array, "N K b D"], index: Int[Array, "R t"]) -> Float[Array, "R K J D"]:
+    """Blocks side by side for each KV head, in float32: one gather, no transpose after it."""
+    num_rows = index.shape[0]
+    num_kv_heads, _, head_size = array.shape[1:]
+    heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
+    tile = array.at[index[:, None], heads].get(mode="promise_in_bounds")
+    return tile.reshape(num_rows, num_kv_heads, -1, head_size).astype(jnp.float32)
