@@ -5,6 +5,7 @@
 Text is not its business: `LLM` and `AsyncEngine` put a tokenizer in front of it.
 """
 
+import dataclasses
 import logging
 import time
 from collections import deque
@@ -59,7 +60,7 @@ class EngineStats:
     blocks_in_use: int
     blocks_cached: int
     max_num_seqs: int
-    steps: int
+    num_steps: int
     num_requests: int
     prompt_tokens: int
     generation_tokens: int
@@ -75,6 +76,12 @@ class EngineStats:
     mean_block_utilization: float
     host_s: float
     device_s: float
+
+    @classmethod
+    def empty(cls, config: EngineConfig) -> Self:
+        """The figures of an engine that has done nothing yet."""
+        zeros = dict.fromkeys((field.name for field in dataclasses.fields(cls)), 0)
+        return cls(**{**zeros, "block_size": config.block_size})
 
     @property
     def kv_cache_usage(self) -> float:
@@ -200,7 +207,7 @@ class Engine:
             )
         self.scheduler.check_fits(num_tokens)
 
-    def _check_token_id(self, token_id: object, param: str) -> None:
+    def _check_token_id(self, token_id: Any, param: str) -> None:
         is_int = isinstance(token_id, int | np.integer) and not isinstance(token_id, bool)
         if not is_int or not 0 <= token_id < self.vocab_size:
             raise RequestError(
@@ -250,9 +257,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        return (
-            self.scheduler.has_unfinished or bool(self._pending) or bool(self._finished_at_birth)
-        )
+        return self.scheduler.has_unfinished or bool(self._pending) or bool(self._finished_at_birth)
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -269,9 +274,7 @@ class Engine:
         return updates
 
     def _dispatch(self, output: SchedulerOutput, began: float) -> _Pending:
-        sizes = self.runner.sizes(
-            len(output.decodes), output.num_chunk_tokens, len(output.samples)
-        )
+        sizes = self.runner.sizes(len(output.decodes), output.num_chunk_tokens, len(output.samples))
         batch = make_batch(
             output,
             self.scheduler.rows,
@@ -349,7 +352,7 @@ class Engine:
             blocks_in_use=scheduler.pools[0].num_referenced,
             blocks_cached=scheduler.pools[0].num_cached,
             max_num_seqs=self.config.max_num_seqs,
-            steps=totals.num_steps,
+            num_steps=totals.num_steps,
             num_requests=self._num_requests,
             prompt_tokens=self._num_prompt_tokens,
             generation_tokens=self._num_generation_tokens,

@@ -29,7 +29,7 @@ def group_layers(
 
     A window that no sequence outgrows is full attention.
     """
-    members: dict[tuple, list[int]] = {}
+    members: dict[tuple[int | None, int, int, jnp.dtype], list[int]] = {}
     for number, layer in enumerate(layers):
         window = layer.window if layer.window and layer.window < max_model_len else None
         key = (window, layer.num_kv_heads, layer.head_size, layer.dtype)

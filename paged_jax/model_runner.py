@@ -142,10 +142,15 @@ class ModelRunner:
     def compile(self, program: Program) -> Any:
         """The executable of a program, compiled from shapes when it is first asked for."""
         if program not in self._compiled:
-            lower = {"backbone": self._lower_backbone, "sample": self._lower_sample}
-            lowered = lower.get(program.kind, self._lower_copy)(*program.size)
-            self._compiled[program] = lowered.compile()
+            self._compiled[program] = self._lower(program).compile()
         return self._compiled[program]
+
+    def _lower(self, program: Program) -> Any:
+        if program.kind == "backbone":
+            return self._lower_backbone(*program.size)
+        if program.kind == "sample":
+            return self._lower_sample(*program.size)
+        return self._lower_copy(*program.size)
 
     def _abstract(self, tree: Any) -> Any:
         return jax.tree.map(

@@ -80,9 +80,7 @@ def make_plan(model: ServedModel, config: EngineConfig, device: jax.Device) -> P
         layer_slots=layer_slots,
         # XLA's CPU scatters into a bfloat16 array by converting all of it.
         kv_dtype=jnp.dtype("float32") if device.platform == "cpu" else None,
-        buckets=make_buckets(
-            max_num_seqs=config.max_num_seqs, max_num_batched_tokens=batched
-        ),
+        buckets=make_buckets(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=batched),
         table_width=-(-max_model_len // config.block_size),
     )
 

@@ -23,5 +23,3 @@ def extend_digests(sequence: Sequence, num_blocks: int, block_size: int) -> list
         parent = block_digest(parent, sequence.token_ids[i * block_size : (i + 1) * block_size])
         digests.append(parent)
     return digests
-
-

@@ -1,4 +1,4 @@
-"""What `schedule` decides and what `update` reports: values between the scheduler and the engine."""
+"""What `schedule` decides and `update` reports: values between scheduler and engine."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -3,6 +3,7 @@
 import math
 import numbers
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from scheduler.errors import RequestError
 
@@ -17,14 +18,14 @@ def _refuse(field_name: str, rule: str, value: object) -> None:
     raise RequestError(f"{field_name} must be {rule}, got {value!r}", param=field_name)
 
 
-def _require_int(field_name: str, value: object, low: int, high: int = MAX_INT32) -> None:
+def _require_int(field_name: str, value: Any, low: int, high: int = MAX_INT32) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         _refuse(field_name, "an integer", value)
     if not low <= value <= high:
         _refuse(field_name, f"between {low} and {high}", value)
 
 
-def _require_number(field_name: str, value: object, low: float, high: float) -> None:
+def _require_number(field_name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
         _refuse(field_name, "a finite number", value)
     if not low <= value <= high:

@@ -391,9 +391,7 @@ class Scheduler:
         needed = -(-num_tokens // self.config.block_size)
         for group, pool in enumerate(self.pools):
             margin = self._watermark[group] if self.running else 0
-            revived = sum(
-                block != NULL_BLOCK and pool.is_evictable(block) for block in hits[group]
-            )
+            revived = sum(block != NULL_BLOCK and pool.is_evictable(block) for block in hits[group])
             if needed - len(hits[group]) + revived + margin > pool.num_available:
                 return False
         return True

@@ -28,7 +28,8 @@ class WaitingQueue:
         return iter(self._members)
 
     def push(self, sequence: Sequence) -> None:
-        assert sequence.status is Status.WAITING and sequence not in self._members
+        assert sequence.status is Status.WAITING
+        assert sequence not in self._members
         heapq.heappush(self._heap, (sequence.request.order_key, sequence.index, sequence))
         self._members.add(sequence)
 

@@ -1,0 +1,249 @@
+"""The engine on its own thread, streaming to an event loop.
+
+The inbox is the single door between the threads: requests and aborts go in through it, and each
+step's updates come back with one call into the event loop. Text is made on the event loop.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, Literal, Self
+
+from paged_jax.config import EngineConfig
+from paged_jax.engine import Engine, EngineStats
+from paged_jax.errors import EngineDeadError, RequestError
+from paged_jax.outputs import RequestOutput
+from paged_jax.progress import Progress
+from paged_jax.prompts import Prompt, encode_prompt
+from paged_jax.response import Response
+from paged_jax.tokenizer import Tokenizer
+from scheduler import Request, SamplingParams, SequenceUpdate
+
+__all__ = ["AsyncEngine"]
+
+logger = logging.getLogger(__name__)
+
+State = Literal["loading", "compiling", "ready", "draining", "dead"]
+Command = Callable[[Engine], None]
+Events = asyncio.Queue[SequenceUpdate | Exception]
+
+LONG_TEXT = 4096  # characters; tokenizing more than this would hold up the other streams
+
+
+class AsyncEngine:
+    """Requests from coroutines, each an async iterator of what is new.
+
+    Made cheaply; `start` loads the model. Everything but `stats` and `render_chat` is called on
+    the event loop that called `start`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: Progress | None = None,
+        make_engine: Callable[[], Engine] | None = None,
+    ):
+        """`make_engine` replaces loading `config.model`: an engine of one's own model."""
+        self.config = config
+        self.state: State = "loading"
+        self._make_engine = make_engine or (
+            lambda: Engine.from_pretrained(config, progress=progress)
+        )
+        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._streams: dict[str, Events] = {}
+        self._stream_ended = asyncio.Event()
+        self._request_numbers = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._engine: Engine | None = None
+
+    @classmethod
+    async def from_pretrained(cls, config: EngineConfig) -> Self:
+        engine = cls(config)
+        await engine.start()
+        return engine
+
+    # -- life -------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load and compile, then begin to serve; raises what went wrong."""
+        self._loop = asyncio.get_running_loop()
+        ready: concurrent.futures.Future[Engine] = concurrent.futures.Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(ready,), name="paged-jax engine", daemon=True
+        )
+        self._thread.start()
+        self._engine = await asyncio.wrap_future(ready)
+        self.state = "ready"
+
+    async def shutdown(self, *, drain_s: float = 0.0) -> None:
+        """Refuse new work, let running requests go on for `drain_s` seconds, then end the rest."""
+        if self.state != "dead":
+            self.state = "draining"
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._until_streams_end(), drain_s)
+        for events in list(self._streams.values()):
+            events.put_nowait(EngineDeadError("the engine is shutting down"))
+        self._inbox.put(None)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+        self.state = "dead"
+
+    async def _until_streams_end(self) -> None:
+        while self._streams:
+            self._stream_ended.clear()
+            await self._stream_ended.wait()
+
+    def _run(self, ready: concurrent.futures.Future[Engine]) -> None:
+        """The engine's thread, from loading to the end."""
+        try:
+            engine = self._make_engine()
+        except BaseException as error:
+            ready.set_exception(error)
+            return
+        ready.set_result(engine)
+        try:
+            self._serve(engine)
+        except Exception as error:
+            logger.exception("the engine stopped")
+            dead = EngineDeadError(f"the engine stopped: {type(error).__name__}")
+            with contextlib.suppress(RuntimeError):  # the event loop may be gone
+                self._loop.call_soon_threadsafe(self._die, dead)
+        finally:
+            engine.close()
+
+    def _serve(self, engine: Engine) -> None:
+        while True:
+            commands = [] if engine.has_unfinished else [self._inbox.get()]
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    commands.append(self._inbox.get_nowait())
+            for command in commands:
+                if command is None:
+                    return
+                command(engine)
+            updates = engine.step()
+            if updates:
+                self._loop.call_soon_threadsafe(self._deliver, updates)
+
+    def _deliver(self, updates: Sequence[SequenceUpdate]) -> None:
+        for update in updates:
+            events = self._streams.get(update.sequence.request.request_id)
+            if events is not None:
+                events.put_nowait(update)
+
+    def _die(self, error: EngineDeadError) -> None:
+        self.state = "dead"
+        for events in self._streams.values():
+            events.put_nowait(error)
+
+    # -- requests ---------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Yield what is new: each output holds new text and token ids of one sample.
+
+        Closing the iterator or cancelling its reader aborts the request; its blocks are free
+        within two steps. `request_id` is for logs; the engine's own ids are unique. Raises
+        RequestError before the first output, EngineDeadError if the engine dies.
+        """
+        engine = self._ready_engine()
+        text, token_ids = await self._encode(prompt)
+        engine.check_request(token_ids, params)
+        number = next(self._request_numbers)
+        engine_id = f"{request_id or 'request'}#{number}"
+        events: Events = asyncio.Queue()
+        self._streams[engine_id] = events
+        accepted: concurrent.futures.Future[Request] = concurrent.futures.Future()
+        self._inbox.put(lambda engine: _submit(engine, engine_id, token_ids, params, accepted))
+        try:
+            response = Response(await asyncio.wrap_future(accepted), self.tokenizer, prompt=text)
+            while not response.finished:
+                update = await events.get()
+                if isinstance(update, Exception):
+                    raise update
+                output = response.push(update)
+                if output is None:
+                    continue
+                if output.finish_reason is not None and update.finish_reason is None:
+                    self._abort(engine_id, output.index)
+                yield response.delta(output)
+        finally:
+            del self._streams[engine_id]
+            self._stream_ended.set()
+            self._abort(engine_id)
+
+    async def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
+            return await asyncio.to_thread(encode_prompt, prompt, self.tokenizer)
+        return encode_prompt(prompt, self.tokenizer)
+
+    def _abort(self, engine_id: str, index: int | None = None) -> None:
+        self._inbox.put(lambda engine: engine.abort(engine_id, index))
+
+    def _ready_engine(self) -> Engine:
+        if self._engine is None or self.state != "ready":
+            raise EngineDeadError(f"the engine takes no requests: it is {self.state}")
+        return self._engine
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation; RequestError if the template refuses. Any thread."""
+        if self.tokenizer is None:
+            raise RequestError(
+                "chat needs a tokenizer, and this engine runs without one", param="messages"
+            )
+        return self.tokenizer.encode_chat(messages, **options)
+
+    # -- what it is -------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return None if self._engine is None else self._engine.tokenizer
+
+    @property
+    def model_name(self) -> str:
+        if self._engine is None:
+            return self.config.served_model_name or self.config.model
+        return self._engine.model_name
+
+    @property
+    def max_model_len(self) -> int:
+        return 0 if self._engine is None else self._engine.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        return 0 if self._engine is None else self._engine.vocab_size
+
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]:
+        return {} if self._engine is None else self._engine.generation_defaults
+
+    def stats(self) -> EngineStats:
+        """Figures as of the last step; zeros while loading. Any thread."""
+        return EngineStats.empty(self.config) if self._engine is None else self._engine.stats()
+
+
+def _submit(
+    engine: Engine,
+    request_id: str,
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    accepted: concurrent.futures.Future[Request],
+) -> None:
+    """On the engine's thread: queue the request, or hand its refusal back."""
+    if not accepted.set_running_or_notify_cancel():
+        return
+    try:
+        accepted.set_result(engine.add_request(request_id, token_ids, params))
+    except RequestError as error:
+        accepted.set_exception(error)

@@ -1,0 +1,168 @@
+"""The engine called from Python, offline: prompts in, results out, in the prompts' order."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from paged_jax.config import EngineConfig
+from paged_jax.engine import Engine, EngineStats
+from paged_jax.errors import RequestError
+from paged_jax.outputs import RequestOutput
+from paged_jax.progress import ConsoleProgress, Progress, SilentProgress
+from paged_jax.prompts import Prompt, encode_prompt
+from paged_jax.response import Response
+from scheduler import SamplingParams
+
+__all__ = ["LLM"]
+
+Message = Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A model ready to answer. Not thread-safe.
+
+    `model` is an alias (`smollm2`), a Hugging Face id, a folder or a .gguf file; the keywords are
+    the fields of `EngineConfig`. Raises ConfigError, ModelNotFoundError or ModelLoadError.
+    """
+
+    def __init__(self, model: str, *, progress: Progress | None = None, **config: Any):
+        self._progress = progress or ConsoleProgress()
+        self.engine = Engine.from_pretrained(
+            EngineConfig(model=model, **config), progress=self._progress
+        )
+        self._num_requests = 0
+
+    @property
+    def tokenizer(self):
+        return self.engine.tokenizer
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses without parameters: the model's recommendation."""
+        return SamplingParams(**self.engine.generation_defaults)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        use_progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one prompt or many; results come in the order of the prompts.
+
+        A prompt is a string or `{"prompt_token_ids": [...]}`; `sampling_params` is one object for
+        all or one a prompt. Raises RequestError for the first prompt that cannot be served, before
+        any is started.
+        """
+        prompts = _as_list(prompts)
+        encoded = [encode_prompt(prompt, self.tokenizer) for prompt in prompts]
+        return self._run(encoded, sampling_params, use_progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        *,
+        use_progress: bool = True,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several: each a list of `{"role": ..., "content": ...}`.
+
+        `template` takes what `Tokenizer.apply_chat_template` takes. Raises RequestError if the
+        model has no chat template or its template refuses.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        if self.tokenizer is None:
+            raise RequestError("chat needs a tokenizer, and this engine runs without one")
+        encoded = []
+        for conversation in conversations:
+            text = self.tokenizer.apply_chat_template(conversation, **template)
+            encoded.append((text, self.tokenizer.encode(text, add_special_tokens=False)))
+        return self._run(encoded, sampling_params, use_progress)
+
+    def _run(
+        self,
+        encoded: Sequence[tuple[str | None, Sequence[int]]],
+        sampling_params: Params,
+        use_progress: bool,
+    ) -> list[RequestOutput]:
+        params = self._params_of_each(sampling_params, len(encoded))
+        for (_, token_ids), one in zip(encoded, params, strict=True):
+            self.engine.check_request(token_ids, one)
+        results: dict[str, RequestOutput] = {}
+        order: list[str] = []
+        for _, result in self.stream(encoded, params, use_progress=use_progress, order=order):
+            if result.finished:
+                results[result.request_id] = result
+        return [results[request_id] for request_id in order]
+
+    def stream(
+        self,
+        encoded: Sequence[tuple[str | None, Sequence[int]]],
+        params: Sequence[SamplingParams],
+        *,
+        use_progress: bool = True,
+        order: list[str] | None = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Yield (index of the prompt, everything so far) whenever a request gained a token.
+
+        `encoded` holds (text or None, token ids) for each prompt; `order` receives the request
+        ids. Leaving the loop early aborts what still runs.
+        """
+        responses: dict[str, tuple[int, Response]] = {}
+        progress = self._progress if use_progress else SilentProgress()
+        try:
+            for i, ((text, token_ids), one) in enumerate(zip(encoded, params, strict=True)):
+                request = self.engine.add_request(f"llm-{self._num_requests}", token_ids, one)
+                self._num_requests += 1
+                responses[request.request_id] = (i, Response(request, self.tokenizer, text))
+                if order is not None:
+                    order.append(request.request_id)
+            with progress.track("generating", len(encoded), unit="requests") as advance:
+                while self.engine.has_unfinished and responses:
+                    for request_id in self._step(responses):
+                        i, response = responses[request_id]
+                        if response.finished:
+                            del responses[request_id]
+                            advance(1)
+                        yield i, response.whole()
+            while self.engine.has_unfinished:
+                self.engine.step()  # what was dispatched ahead of the last stop
+        finally:
+            for request_id in responses:
+                self.engine.abort(request_id)
+
+    def _step(self, responses: Mapping[str, tuple[int, Response]]) -> list[str]:
+        """Run a step; the ids of the requests that gained something, each once."""
+        gained: dict[str, None] = {}
+        for update in self.engine.step():
+            request_id = update.sequence.request.request_id
+            if request_id not in responses:
+                continue  # aborted by a caller who left an earlier loop
+            output = responses[request_id][1].push(update)
+            if output is None:
+                continue
+            if output.finish_reason is not None and update.finish_reason is None:
+                self.engine.abort(request_id, update.sequence.index)
+            gained[request_id] = None
+        return list(gained)
+
+    def _params_of_each(self, params: Params, num_prompts: int) -> list[SamplingParams]:
+        if params is None:
+            params = self.default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * num_prompts
+        if len(params) != num_prompts:
+            raise RequestError(
+                f"sampling_params has {len(params)} entries for {num_prompts} prompts",
+                param="sampling_params",
+            )
+        return list(params)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
+        return [cast(Prompt, prompts)]
+    return list(cast(Sequence[Prompt], prompts))

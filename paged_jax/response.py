@@ -1,0 +1,117 @@
+"""A request's text and tokens as they come: between the engine's updates and the caller."""
+
+from paged_jax.detokenizer import Detokenizer
+from paged_jax.outputs import CompletionOutput, RequestOutput
+from paged_jax.tokenizer import Tokenizer
+from scheduler import FinishReason, Request, SequenceUpdate
+
+__all__ = ["Response"]
+
+
+class _Sample:
+    """What one sample has produced so far."""
+
+    def __init__(self, detokenizer: Detokenizer | None):
+        self.detokenizer = detokenizer
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+
+
+class Response:
+    """Collects the updates of one request. Without a tokenizer the text stays empty.
+
+    A stop string ends a sample here, before the engine knows: `push` says so, and the caller
+    aborts the sample.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, prompt: str | None = None):
+        self.request = request
+        self.prompt = prompt
+        params = request.params
+        self._samples = [
+            _Sample(
+                None
+                if tokenizer is None
+                else Detokenizer(tokenizer, params, request.prompt_token_ids)
+            )
+            for _ in range(params.n)
+        ]
+
+    @property
+    def finished(self) -> bool:
+        return all(sample.finish_reason is not None for sample in self._samples)
+
+    def push(self, update: SequenceUpdate) -> CompletionOutput | None:
+        """What the update adds to its sample; None after the sample's end.
+
+        If the result has a `finish_reason` and the update has none, a stop string was found.
+        """
+        index = update.sequence.index
+        sample = self._samples[index]
+        if sample.finish_reason is not None:
+            return None
+        new_ids = () if update.token_id is None else (update.token_id,)
+        sample.token_ids += new_ids
+        text = self._text_of(sample, update)
+        if sample.finish_reason is None and update.finish_reason is not None:
+            sample.finish_reason = str(update.finish_reason)
+            sample.stop_reason = update.stop_reason
+        return CompletionOutput(index, text, new_ids, sample.finish_reason, sample.stop_reason)
+
+    def _text_of(self, sample: _Sample, update: SequenceUpdate) -> str:
+        detokenizer = sample.detokenizer
+        if detokenizer is None:
+            return ""
+        text = ""
+        if update.token_id is not None and not self._is_hidden(update):
+            text = detokenizer.push([update.token_id])
+        if update.finish_reason is not None and detokenizer.stop_reason is None:
+            text += detokenizer.finish()
+        if detokenizer.stop_reason is not None:
+            sample.finish_reason = str(FinishReason.STOP)
+            sample.stop_reason = detokenizer.stop_reason
+        return text
+
+    def _is_hidden(self, update: SequenceUpdate) -> bool:
+        """The token that ended a sequence shows only where the caller wants stops in the text."""
+        params = self.request.params
+        if update.finish_reason is not FinishReason.STOP:
+            return False
+        return not (params.include_stop_str_in_output and update.stop_reason is not None)
+
+    def end(self, reason: FinishReason) -> tuple[CompletionOutput, ...]:
+        """End what still runs, with the text held back until now."""
+        ended = []
+        for index, sample in enumerate(self._samples):
+            if sample.finish_reason is None:
+                sample.finish_reason = str(reason)
+                text = "" if sample.detokenizer is None else sample.detokenizer.finish()
+                ended.append(CompletionOutput(index, text, (), sample.finish_reason, None))
+        return tuple(ended)
+
+    def delta(self, *outputs: CompletionOutput) -> RequestOutput:
+        """A `RequestOutput` of these new parts."""
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=outputs,
+            finished=self.finished,
+            num_cached_tokens=self.request.num_cached_tokens,
+        )
+
+    def whole(self) -> RequestOutput:
+        """A `RequestOutput` of everything so far."""
+        return self.delta(
+            *(
+                CompletionOutput(
+                    index=index,
+                    text="" if sample.detokenizer is None else sample.detokenizer.text,
+                    token_ids=tuple(sample.token_ids),
+                    finish_reason=sample.finish_reason,
+                    stop_reason=sample.stop_reason,
+                )
+                for index, sample in enumerate(self._samples)
+            )
+        )
