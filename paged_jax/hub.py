@@ -60,15 +60,13 @@ def resolve_model(model: str, *, progress: Progress | None = None) -> ModelFiles
     progress = progress or ConsoleProgress()
     if model in ALIASES:
         return ModelFiles(_aliased(ALIASES[model], progress), model)
-    if not model or "\0" in model:
-        raise _not_found(model, "it is no name")
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = _path(model)
+    if path is not None and path.is_dir():
         return ModelFiles(_folder(path), path.resolve().name)
-    is_gguf = path.suffix.lower() == ".gguf"
-    if is_gguf and path.is_file():
+    is_gguf = model.lower().endswith(".gguf")
+    if path is not None and is_gguf:
         return ModelFiles(_converted(path, _digest(path, progress), progress), path.stem)
-    if path.exists():
+    if path is not None:
         raise _not_found(model, "it is a file, but no .gguf")
     if HF_ID.fullmatch(model) and ".." not in model and "--" not in model and not is_gguf:
         return ModelFiles(_downloaded(model, progress), model)
@@ -78,6 +76,15 @@ def resolve_model(model: str, *, progress: Progress | None = None) -> ModelFiles
 def pull(model: str, *, progress: Progress | None = None) -> ModelFiles:
     """Make sure that `model` is on this machine; the same as `resolve_model`."""
     return resolve_model(model, progress=progress)
+
+
+def _path(model: str) -> Path | None:
+    """The existing file or folder that `model` names."""
+    try:
+        path = Path(model).expanduser()
+        return path if model and path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # too long, no such user, a null byte
+        return None
 
 
 def _not_found(model: str, reason: str) -> ModelNotFoundError:

@@ -274,6 +274,8 @@ def _write_tokenizer(file: GGUFFile, directory: Path) -> None:
         _write_json(directory / "tokenizer_config.json", tokenizer_config(file.metadata))
     except ModelLoadError as error:
         raise file.error(str(error)) from error
+    except Exception as error:  # the library says no more exactly that it was given nonsense
+        raise file.error(f"its tokenizer cannot be built: {error}") from error
     tokenizer.save(str(directory / "tokenizer.json"))
     template = file.metadata.get("tokenizer.chat_template")
     if template is not None:

@@ -1,6 +1,6 @@
 """A tokenizer rebuilt from a GGUF file's metadata, as `tokenizers` would have saved it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tokenizers import (
@@ -139,7 +139,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(
         models.BPE(
             vocabulary,
-            _merges_from_scores(vocabulary, scores.tolist()),
+            _merges_from_scores(vocabulary, scores),
             unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
             byte_fallback="<0x00>" in vocabulary,
@@ -161,14 +161,14 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
 
 
 def _merges_from_scores(
-    vocabulary: Mapping[str, int], scores: list[float]
+    vocabulary: Mapping[str, int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
     """The merges that make SentencePiece's choice: of all pairs that form a token, the best score.
 
     Every way to cut a token in two tokens is a merge; they are ranked by the score of the whole.
     """
     merges = [
-        (-scores[token_id], token_id, cut, token)
+        (-float(scores[token_id]), token_id, cut, token)
         for token, token_id in vocabulary.items()
         for cut in range(1, len(token))
         if token[:cut] in vocabulary and token[cut:] in vocabulary
