@@ -228,15 +228,16 @@ class _Recorder:
                 + "; unroll them, or number them with Python integers"
             )
         count = len(self._numbered) if num_layers is None else num_layers
-        specs = dict.fromkeys(range(count), next(iter(self._traced), None)) | self._numbered
-        missing = [number for number in range(count) if specs[number] is None]
-        beyond = sorted(set(specs) - set(range(count)))
+        everywhere = {number: spec for spec in self._traced for number in range(count)}
+        found = everywhere | self._numbered
+        missing = [number for number in range(count) if number not in found]
+        beyond = sorted(set(found) - set(range(count)))
         if missing or beyond:
             raise ModelLoadError(
                 f"attend was called with layers {sorted(self._numbered)}, which are not "
                 f"0..{count - 1}: missing {missing}, unexpected {beyond}"
             )
-        return tuple(specs[number] for number in range(count))
+        return tuple(found[number] for number in range(count))
 
 
 def _layer_spec(q: Array, k: Array, v: Array, window: Any) -> LayerSpec:

@@ -51,6 +51,11 @@ def write_model(directory: Path, config: dict[str, Any], tensors: dict[str, np.n
 
 def llama_tensors(config: dict[str, Any], *, seed: int = 0) -> dict[str, np.ndarray]:
     """float32 weights under their Hugging Face names, each drawn from the seed and its name."""
+    return {name: _draw(name, shape, seed) for name, shape in llama_shapes(config).items()}
+
+
+def llama_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a Llama, under its Hugging Face name."""
     E, F = config["hidden_size"], config["intermediate_size"]
     H, K, D = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     tensors = {"model.embed_tokens.weight": (config["vocab_size"], E), "model.norm.weight": (E,)}
@@ -69,7 +74,7 @@ def llama_tensors(config: dict[str, Any], *, seed: int = 0) -> dict[str, np.ndar
             tensors[f"{layer}.mlp.{name}.weight"] = shape
             if config["mlp_bias"]:
                 tensors[f"{layer}.mlp.{name}.bias"] = shape[:1]
-    return {name: _draw(name, shape, seed) for name, shape in tensors.items()}
+    return tensors
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:

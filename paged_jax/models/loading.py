@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 PARAM_DTYPES = ("float32", "bfloat16", "float16")
 FILE_DTYPES = (*PARAM_DTYPES, "float64")
+COPY_ITEMS = 1 << 22  # at a time
 
 ParamPath = tuple[str | int, ...]
 
@@ -113,16 +114,27 @@ def _read_params(
     order = sorted(names.items(), key=lambda item: num_bytes[item[1]], reverse=True)
     with progress.track("Loading weights", sum(num_bytes.values()), unit="B") as advance:
         for path, name in order:
-            tensor = checkpoint.tensor(name)
-            # JAX may keep the host's array on a CPU, so it gets a copy of its own and no view.
-            params[path] = jax.device_put(np.array(tensor, dtype))
-            _forget_pages(tensor)
+            array = jax.device_put(_copied(checkpoint.tensor(name), dtype))
+            params[path] = array.block_until_ready()  # else the copies would queue up
             advance(num_bytes[name])
     return traverse_util.unflatten_dict(params)
 
 
+def _copied(tensor: np.ndarray, dtype: jnp.dtype) -> np.ndarray:
+    """A copy that JAX may keep, as it does on a CPU; a view would keep the file.
+
+    Goes piece by piece and gives back the pages of the file that it has read.
+    """
+    copy = np.empty(tensor.shape, dtype)
+    source, target = tensor.reshape(-1), copy.reshape(-1)
+    for start in range(0, source.size, COPY_ITEMS):
+        target[start : start + COPY_ITEMS] = source[start : start + COPY_ITEMS]
+        _forget_pages(tensor)
+    return copy
+
+
 def _forget_pages(tensor: np.ndarray) -> None:
-    """Give back the memory in which the file of a mapped tensor was read."""
+    """Drop what a mapped file takes of this process's memory; it is read again when needed."""
     owner: Any = tensor
     while isinstance(owner, np.ndarray):
         owner = owner.base
