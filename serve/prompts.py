@@ -52,6 +52,7 @@ async def completion_prompts(
 
 async def chat_prompt(engine: Engine, fields: ChatRequest | TokenizeChatRequest) -> Prompt:
     """The conversation as the model's template writes it."""
+    require_tokenizer(engine, "messages")
     if not fields.messages:
         raise RequestError("messages is empty", param="messages")
     if len(fields.messages) > MAX_MESSAGES:

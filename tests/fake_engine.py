@@ -6,11 +6,9 @@ Run as a program it serves itself, for tests that need a process to signal:
 
 import argparse
 import asyncio
-import contextlib
-import logging
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from paged_jax import (
@@ -78,7 +76,7 @@ class FakeEngine:
     fails_after: int | None = None  # tokens, then finish_reason "error"
     raises_after: tuple[int, Exception] | None = None
     stop_reason: str | int | None = None
-    generation_defaults: Mapping[str, Any] = ()  # type: ignore[assignment]
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     has_tokenizer: bool = True
     model_name: str = "fake/model"
     max_model_len: int = MAX_MODEL_LEN
@@ -87,7 +85,6 @@ class FakeEngine:
     def __post_init__(self):
         self.state = "loading"
         self.tokenizer = FakeTokenizer() if self.has_tokenizer else None
-        self.generation_defaults = dict(self.generation_defaults)
         self.running: set[str] = set()
         self.seen: list[tuple[str, tuple[int, ...], SamplingParams]] = []
         self.rendered: list[tuple[list[dict], dict]] = []
