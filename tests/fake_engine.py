@@ -74,7 +74,7 @@ class FakeEngine:
     start_error: Exception | None = None
     dies_after: int | None = None  # tokens of a request
     fails_after: int | None = None  # tokens, then finish_reason "error"
-    raises_after: tuple[int, Exception] | None = None
+    raises_after: tuple[int, BaseException] | None = None
     stop_reason: str | int | None = None
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     has_tokenizer: bool = True
