@@ -44,7 +44,7 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 ROPE_FACTORS = "rope_freqs.weight"
-LLAMA3_SCALING = {  # of every published model that has it; the factor differs
+LLAMA3_SCALING: Mapping[str, float] = {  # of every published model that has it; the factor differs
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -80,7 +80,7 @@ def convert_gguf(
 
 def _family(file: GGUFFile, families: Mapping[str, Family]) -> Family:
     architecture = file.metadata.get("general.architecture")
-    if architecture not in families:
+    if not isinstance(architecture, str) or architecture not in families:
         raise file.error(
             f"the architecture {architecture!r} is not known; known are "
             f"{', '.join(sorted(families))}"
@@ -221,8 +221,8 @@ def _llama3_scaling(file: GGUFFile, theta: float, head_size: int) -> dict[str, A
     factor = float(stored.max(initial=1.0))
     scaling = {"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}
     frequencies = theta ** -(np.arange(0, head_size, 2) / head_size)
-    context = scaling["original_max_position_embeddings"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    context = LLAMA3_SCALING["original_max_position_embeddings"]
+    low, high = LLAMA3_SCALING["low_freq_factor"], LLAMA3_SCALING["high_freq_factor"]
     turns = context * frequencies / (2 * math.pi)
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
     expected = 1 / ((1 - smooth) / factor + smooth)

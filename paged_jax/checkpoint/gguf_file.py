@@ -23,7 +23,7 @@ __all__ = ["GGUFFile", "GGUFTensor"]
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9
-NUMBERS = {  # value type -> little-endian NumPy type
+NUMBERS: Mapping[int, np.dtype] = {  # value type -> little-endian NumPy type
     0: np.dtype("u1"),
     1: np.dtype("i1"),
     2: np.dtype("<u2"),

@@ -51,7 +51,7 @@ SPLITS: Mapping[str, Split] = {  # by tokenizer.ggml.pre
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that the metadata describes; ModelLoadError if it is of an unknown kind."""
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in BUILDERS:
+    if not isinstance(kind, str) or kind not in BUILDERS:
         raise ModelLoadError(
             f"tokenizer.ggml.model is {kind!r}; known are {', '.join(sorted(BUILDERS))}"
         )

@@ -164,8 +164,9 @@ def write_float32(
     file.write(struct.pack("<Q", len(raw)) + raw)
     for (name, pieces), (expected, shape) in zip(tensors, shapes.items(), strict=True):
         assert name == expected, f"{name=} comes where {expected=} was announced"
-        written = sum(
-            file.write(np.ascontiguousarray(piece, "<f4").reshape(-1).view(np.uint8))
-            for piece in pieces
-        )
+        written = 0
+        for piece in pieces:
+            values = np.ascontiguousarray(piece, "<f4").reshape(-1)
+            file.write(values.view(np.uint8).data)
+            written += values.nbytes
         assert written == 4 * math.prod(shape), f"{name}: {written=} bytes for {shape=}"
