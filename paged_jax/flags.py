@@ -4,32 +4,39 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 __all__ = ["add_flags", "chosen"]
 
 
 def add_flags(
-    parser: argparse.ArgumentParser, config: type, *, leave_out: Collection[str] = ()
+    parser: argparse.ArgumentParser,
+    config: type,
+    *,
+    group: str = "Options",
+    leave_out: Collection[str] = (),
+    defaults: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> None:
-    """Give the parser a flag for every field of the dataclass `config`, in the fields' groups.
+    """Give the parser a flag for every field of the dataclass `config`.
 
-    A field's metadata may hold `doc`, `group` and `choices`; `max_num_seqs` becomes
-    `--max-num-seqs`. What is not given stays out of the namespace: the dataclass has the defaults.
+    A field's metadata may hold `doc`, `choices` and a `group` for the help, which else is `group`;
+    `max_num_seqs` becomes `--max-num-seqs`. What is not given stays out of the namespace; the help
+    shows the dataclass's defaults, or those of `defaults`, which the caller then applies.
     """
     types_of = typing.get_type_hints(config)
     groups: dict[str, argparse._ArgumentGroup] = {}
     for field in dataclasses.fields(config):
         if field.name in leave_out:
             continue
-        title = field.metadata.get("group", "options")
-        group = groups.setdefault(title, parser.add_argument_group(title))
-        group.add_argument(
+        title = field.metadata.get("group", group)
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        groups[title].add_argument(
             "--" + field.name.replace("_", "-"),
             dest=field.name,
             default=argparse.SUPPRESS,
-            help=_help(field),
+            help=_help(field, defaults.get(field.name, field.default)),
             **_reading(types_of[field.name], field),
         )
 
@@ -40,14 +47,14 @@ def chosen(arguments: argparse.Namespace, config: type) -> dict[str, Any]:
     return {name: value for name, value in vars(arguments).items() if name in names}
 
 
-def _help(field: dataclasses.Field) -> str:
+def _help(field: dataclasses.Field, default: Any) -> str:
     # argparse takes % for its own
     doc = str(field.metadata.get("doc", "")).replace("%", "%%")
-    if field.default is True:
+    if default is True:
         return f"{doc} (default: on)"
-    if field.default in (None, False, (), dataclasses.MISSING) or "default:" in doc:
+    if default in (None, False, (), dataclasses.MISSING) or "default:" in doc:
         return doc
-    return f"{doc} (default: {field.default})"
+    return f"{doc} (default: {default})"
 
 
 def _reading(annotation: Any, field: dataclasses.Field) -> dict[str, Any]:

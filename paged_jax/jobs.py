@@ -21,14 +21,19 @@ SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParam
 class Job:
     """One prompt and how to answer it; exactly one of the three is given.
 
-    `place` says where it came from, for messages about it.
+    `sampling` holds the fields that were asked for, each of them valid; `place` says where the
+    prompt came from, for messages about it.
     """
 
-    params: SamplingParams
     place: str
+    sampling: Mapping[str, Any]
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     messages: tuple[Message, ...] | None = None
+
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """The sampling parameters, with defaults for the fields that were not asked for."""
+        return SamplingParams(**{**defaults, **self.sampling})
 
     @property
     def shown(self) -> str:
@@ -39,18 +44,18 @@ class Job:
 
 
 def read_jobs(
-    lines: Iterable[bytes], name: str, defaults: Mapping[str, Any], *, chat: bool = False
+    lines: Iterable[bytes], name: str, sampling: Mapping[str, Any], *, chat: bool = False
 ) -> Iterator[Job]:
     """Jobs from JSON lines such as {"prompt": "Hello", "max_tokens": 5}; empty lines are skipped.
 
-    `defaults` are the sampling fields of lines that do not give their own; with `chat`, a `prompt`
-    is what a user says. Raises RequestError that names the file and the line of what is wrong.
+    `sampling` holds the sampling fields of lines that do not give their own; with `chat`, a
+    `prompt` is what a user says. A RequestError names the file and the line of what is wrong.
     """
     for number, line in enumerate(lines, start=1):
         place = f"{name}, line {number}"
         try:
             if text := line.decode().strip():
-                yield _job(json.loads(text), place, defaults, chat)
+                yield _job(json.loads(text), place, sampling, chat)
         except UnicodeDecodeError as error:
             raise RequestError(f"{place}: not UTF-8 at byte {error.start}") from error
         except json.JSONDecodeError as error:
@@ -61,7 +66,7 @@ def read_jobs(
             raise RequestError(f"{place}: {error}", param=error.param, code=error.code) from error
 
 
-def _job(body: Any, place: str, defaults: Mapping[str, Any], chat: bool) -> Job:
+def _job(body: Any, place: str, sampling: Mapping[str, Any], chat: bool) -> Job:
     if not isinstance(body, dict):
         raise RequestError(f'expected an object such as {{"prompt": "..."}}, got {body!r:.60}')
     for field in body:
@@ -74,20 +79,21 @@ def _job(body: Any, place: str, defaults: Mapping[str, Any], chat: bool) -> Job:
         raise RequestError(
             f"give one of {', '.join(PROMPT_FIELDS)}; got {' and '.join(given) or 'none'}"
         )
-    sampling = {field: body[field] for field in SAMPLING_FIELDS if field in body}
-    params = SamplingParams(**{**defaults, **sampling})
+    own = {field: body[field] for field in SAMPLING_FIELDS if field in body}
+    sampling = {**sampling, **own}
+    SamplingParams(**sampling)  # refuses what is wrong with them
     if "messages" in body:
-        return Job(params, place, messages=_messages(body["messages"]))
+        return Job(place, sampling, messages=_messages(body["messages"]))
     if "prompt_token_ids" in body:
-        return Job(params, place, prompt_token_ids=_token_ids(body["prompt_token_ids"]))
-    return text_job(_text(body["prompt"]), place, params, chat=chat)
+        return Job(place, sampling, prompt_token_ids=_token_ids(body["prompt_token_ids"]))
+    return text_job(_text(body["prompt"]), place, sampling, chat=chat)
 
 
-def text_job(prompt: str, place: str, params: SamplingParams, *, chat: bool) -> Job:
+def text_job(prompt: str, place: str, sampling: Mapping[str, Any], *, chat: bool) -> Job:
     """A job for a text; with `chat` it is what a user says."""
     if chat:
-        return Job(params, place, messages=({"role": "user", "content": prompt},))
-    return Job(params, place, prompt=prompt)
+        return Job(place, sampling, messages=({"role": "user", "content": prompt},))
+    return Job(place, sampling, prompt=prompt)
 
 
 def _text(value: Any) -> str:

@@ -73,6 +73,15 @@ def test_help_shows_groups_documents_and_defaults():
     assert "say nothing (default" not in text
 
 
+def test_help_shows_the_callers_defaults_in_place_of_the_dataclasss():
+    made = argparse.ArgumentParser()
+    add_flags(made, Config, group="Things", defaults={"num_things": 9})
+    text = " ".join(made.format_help().split())
+    assert "how many, at 100% (default: 9)" in text
+    assert "Things:" in text
+    assert chosen(made.parse_args([]), Config) == {}
+
+
 def test_every_engine_field_has_a_flag_and_a_line_of_help():
     made = argparse.ArgumentParser()
     add_flags(made, EngineConfig, leave_out={"model"})

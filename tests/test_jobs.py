@@ -6,9 +6,9 @@ from paged_jax import RequestError, SamplingParams
 from paged_jax.jobs import Job, read_jobs
 
 
-def read(*lines: str | bytes, defaults=None, chat=False) -> list[Job]:
+def read(*lines: str | bytes, sampling=None, chat=False) -> list[Job]:
     raw = [line.encode() if isinstance(line, str) else line for line in lines]
-    return list(read_jobs(raw, "in.jsonl", defaults or {}, chat=chat))
+    return list(read_jobs(raw, "in.jsonl", sampling or {}, chat=chat))
 
 
 def test_the_three_kinds_of_prompt():
@@ -23,14 +23,15 @@ def test_the_three_kinds_of_prompt():
     assert chat.shown == "Hi"
 
 
-def test_a_lines_own_sampling_fields_go_before_the_defaults():
-    own, default = read(
+def test_a_lines_own_sampling_fields_go_before_the_flags_and_those_before_the_models():
+    own, flags = read(
         '{"prompt": "a", "temperature": 0, "stop": ["x"]}',
         '{"prompt": "b"}',
-        defaults={"temperature": 0.5, "max_tokens": 7},
+        sampling={"temperature": 0.5, "max_tokens": 7},
     )
-    assert own.params == SamplingParams(temperature=0, max_tokens=7, stop=["x"])
-    assert default.params == SamplingParams(temperature=0.5, max_tokens=7)
+    model = {"temperature": 0.2, "top_p": 0.9}
+    assert own.params(model) == SamplingParams(temperature=0, max_tokens=7, stop=["x"], top_p=0.9)
+    assert flags.params(model) == SamplingParams(temperature=0.5, max_tokens=7, top_p=0.9)
 
 
 def test_with_chat_a_prompt_is_what_a_user_says():

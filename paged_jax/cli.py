@@ -1,0 +1,134 @@
+"""The command line: `paged-jax pull | generate | serve | doctor`.
+
+Each command imports what it needs when it runs: `--help` and `--version` load no JAX.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from paged_jax import __version__
+from paged_jax.config import EngineConfig
+from paged_jax.errors import ConfigError, EngineDeadError, PagedJaxError, RequestError
+from paged_jax.flags import add_flags, chosen
+
+__all__ = ["main"]
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+
+class Command(NamedTuple):
+    """A sub-command: what it is for, its arguments, and what it does; `run` gives the exit code."""
+
+    doc: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns 0, 1 if the engine failed, 2 for bad input, 3 for a blocker.
+
+    A usage error leaves through SystemExit(2), as argparse has it.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    arguments = build_parser(argv).parse_args(argv)
+    try:
+        return COMMANDS[arguments.command].run(arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Who read our output has gone; nothing more can be said, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (PagedJaxError, RequestError) as error:
+        print(f"paged-jax: {error}", file=sys.stderr)
+        return FAILED if isinstance(error, EngineDeadError) else USAGE
+
+
+def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser; only the command that `argv` starts with gets its arguments."""
+    parser = argparse.ArgumentParser(
+        prog="paged-jax", description="Serve language models in pure JAX."
+    )
+    parser.add_argument("--version", action="version", version=f"paged-jax {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.doc, description=command.doc)
+        if name in argv[:1]:
+            command.add_arguments(subparser)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="an alias (smollm2), a Hugging Face id (owner/name), a folder, or a .gguf file",
+    )
+
+
+def _pull(arguments: argparse.Namespace) -> int:
+    from paged_jax.hub import pull
+
+    files = pull(arguments.model)
+    print(f"{files.name} is ready in {files.directory}")
+    return 0
+
+
+def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    from paged_jax.generate import add_arguments
+
+    _add_model(parser)
+    add_arguments(parser)
+    add_flags(parser, EngineConfig, leave_out={"model", "served_model_name"})
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from paged_jax.generate import run
+
+    return run(arguments)
+
+
+def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    from serve import ServeOptions
+
+    _add_model(parser)
+    group = parser.add_argument_group("Server")
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at (default: %(default)s)"
+    )
+    group.add_argument("--port", default=8000, type=int, metavar="N", help="(default: %(default)s)")
+    add_flags(parser, ServeOptions, group="Server")
+    add_flags(parser, EngineConfig, leave_out={"model"})
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from serve import ServeOptions, run_server
+
+    try:
+        options = ServeOptions(**chosen(arguments, ServeOptions))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    config = EngineConfig(**chosen(arguments, EngineConfig))
+    return run_server(config, options, host=arguments.host, port=arguments.port)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from paged_jax.doctor import run_doctor
+
+    return run_doctor()
+
+
+COMMANDS = {
+    "pull": Command("download a model and make it ready", _add_model, _pull),
+    "generate": Command("answer prompts, one or thousands", _add_generate_arguments, _generate),
+    "serve": Command(
+        "serve a model over HTTP, as OpenAI's clients expect", _add_serve_arguments, _serve
+    ),
+    "doctor": Command("look at this machine and say what to do", lambda parser: None, _doctor),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
