@@ -69,6 +69,7 @@ class ConsoleProgress:
             *counts,
             progress.TimeElapsedColumn(),
             console=Console(file=self.stream),
+            redirect_stdout=False,  # what a program prints there is not ours to move
         )
         with bar:
             task = bar.add_task(text, total=total)
