@@ -48,7 +48,8 @@ FLOORS = (
     {"errors", "config", "outputs", "cache", "progress", "flags", "jobs", "compile_log"},
     {"kv_cache", "sharding", "layers", "attention", "rope", "compile_cache"},
     {"models", "sampling", "checkpoint", "hub", "generation_config"}
-    | {"tokenizer", "chat_template", "detokenizer", "stop_strings", "token_text"},
+    | {"tokenizer", "chat_template", "detokenizer", "stop_strings", "token_text"}
+    | {"prompts", "response"},
     {"model_runner", "plan"},
     {"engine"},
     {"async_engine", "llm"},
