@@ -8,6 +8,7 @@ watching the calls it makes.
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from paged_jax.errors import ModelLoadError
-from pallas_kernels import KVPool, paged_attention, write_kv
+from pallas_kernels import AttentionMetadata, Backend, KVPool, paged_attention, write_kv
 
 __all__ = ["Attend", "LayerSpec", "PagedAttend", "dense", "discover_layers"]
 
@@ -104,11 +105,11 @@ class PagedAttend:
     def __init__(
         self,
         pools: Sequence[KVPool],
-        attn: Any,
+        attn: AttentionMetadata,
         *,
         layer_slots: Sequence[tuple[int, int]],
         decode_rows: int,
-        backend: Any,
+        backend: Backend,
     ) -> None:
         """`pools[g]` is block group g's pool; `layer_slots[layer]` is (group, index in it)."""
         self._pools = tuple(pools)
@@ -120,24 +121,24 @@ class PagedAttend:
 
     def __call__(self, q, k, v, *, layer, scale=None, window=None, softcap=None, sinks=None):
         group, index = self._slot(layer)
-        pool = write_kv(
-            self._read(group), k, v, self._attn, layer=index, group=group, backend=self._backend
-        )
-        for ref, array in zip(self._refs[group], pool.arrays, strict=True):
-            ref[...] = array
-        return paged_attention(
+        pool, out = _write_and_attend(
+            self._read(group),
             q,
-            pool,
+            k,
+            v,
             self._attn,
-            layer=index,
-            decode_rows=self._decode_rows,
+            jnp.asarray(index, jnp.int32),
+            sinks,
             group=group,
+            decode_rows=self._decode_rows,
             scale=scale,
             window=window,
             softcap=softcap,
-            sinks=sinks,
             backend=self._backend,
         )
+        for ref, array in zip(self._refs[group], pool.arrays, strict=True):
+            ref[...] = array
+        return out
 
     def pools(self) -> tuple[KVPool, ...]:
         """The pools with everything that was written so far, one of each block group."""
@@ -159,6 +160,45 @@ class PagedAttend:
             )
         indices = np.array([index for _, index in self._layer_slots], np.int32)
         return groups.pop(), jnp.asarray(indices)[layer]
+
+
+# Under jit, with the layer as an array, so that layers that are alike are traced once for all.
+@partial(
+    jax.jit,
+    static_argnames=("group", "decode_rows", "scale", "window", "softcap", "backend"),
+)
+def _write_and_attend(
+    pool: KVPool,
+    q: Array,
+    k: Array,
+    v: Array,
+    attn: AttentionMetadata,
+    layer: Array,
+    sinks: Array | None,
+    *,
+    group: int,
+    decode_rows: int,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    backend: Backend,
+) -> tuple[KVPool, Array]:
+    """The two halves of paged attention in the order in which they must run."""
+    pool = write_kv(pool, k, v, attn, layer=layer, group=group, backend=backend)
+    out = paged_attention(
+        q,
+        pool,
+        attn,
+        layer=layer,
+        decode_rows=decode_rows,
+        group=group,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        backend=backend,
+    )
+    return pool, out
 
 
 class LayerSpec(NamedTuple):

@@ -84,14 +84,14 @@ class Rope:
 
     def __call__(
         self, positions: Int[Array, " T"]
-    ) -> tuple[Float[Array, "T D/2"], Float[Array, "T D/2"]]:
-        """Cosine and sine of the angles at `positions`, in float32."""
+    ) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
+        """Cosine and sine of the angles at `positions`, in float32; P = D / 2 planes."""
         angles = positions.astype(jnp.float32)[:, None] * self.frequencies()[None, :]
         return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(
-    x: Float[Array, "T H D"], angles: tuple[Float[Array, "T D/2"], Float[Array, "T D/2"]]
+    x: Float[Array, "T H D"], angles: tuple[Float[Array, "T P"], Float[Array, "T P"]]
 ) -> Float[Array, "T H D"]:
     """Turn each head by the `(cos, sin)` of a Rope. Plane i is made of entries i and i + D/2."""
     cos, sin = (part[:, None, :] for part in angles)

@@ -16,7 +16,7 @@ from paged_jax.rope import Rope, rotate
 
 __all__ = ["Llama", "LlamaConfig", "aliases", "tensor_name"]
 
-Angles = tuple[Float[Array, "T D/2"], Float[Array, "T D/2"]]
+Angles = tuple[Float[Array, "T P"], Float[Array, "T P"]]
 
 
 @dataclasses.dataclass(frozen=True)
