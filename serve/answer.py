@@ -7,8 +7,8 @@ from serve.engine import Output
 from serve.envelope import Envelope
 from serve.formats import Format, Whole
 from serve.generation import Generation
-from serve.metrics import num_choices
 from serve.protocol import StreamOptions
+from serve.sampling import num_choices
 from serve.sse import Outbox
 from serve.usage import UsageCount
 

@@ -13,12 +13,11 @@ from serve.fields import Fields
 from serve.formats import ChatFormat, CompletionFormat, Format
 from serve.front import Front
 from serve.generation import Generation
-from serve.metrics import num_choices
 from serve.prompts import Prompt, chat_prompt, completion_prompts, prompt_text
 from serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
 from serve.reply import Reply
 from serve.request_id import HEADER, check_request_id
-from serve.sampling import sampling_params
+from serve.sampling import num_choices, sampling_params
 
 COMPLETION_MAX_TOKENS = 16
 

@@ -5,7 +5,6 @@ client's tokens would wait.
 """
 
 import asyncio
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +12,10 @@ import msgspec
 
 from paged_jax import RequestError
 from serve.engine import Engine, Tokenizer
+from serve.messages import checked_messages
 from serve.protocol import ChatRequest, CompletionRequest, TokenizeChatRequest
 
 MAX_CHOICES = 1024
-MAX_MESSAGES = 8192
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,6 @@ async def completion_prompts(
 async def chat_prompt(engine: Engine, fields: ChatRequest | TokenizeChatRequest) -> Prompt:
     """The conversation as the model's template writes it."""
     require_tokenizer(engine, "messages")
-    if not fields.messages:
-        raise RequestError("messages is empty", param="messages")
-    if len(fields.messages) > MAX_MESSAGES:
-        raise RequestError(
-            f"messages holds {len(fields.messages)} messages, at most {MAX_MESSAGES} are allowed",
-            param="messages",
-        )
     if fields.add_generation_prompt and fields.continue_final_message:
         raise RequestError(
             "continue_final_message needs add_generation_prompt to be false: a message is either "
@@ -69,14 +61,19 @@ async def chat_prompt(engine: Engine, fields: ChatRequest | TokenizeChatRequest)
     options = dict(fields.chat_template_kwargs)
     if fields.reasoning_effort is not None:
         options["reasoning_effort"] = fields.reasoning_effort
-    messages = [_checked_message(i, message) for i, message in enumerate(fields.messages)]
-    token_ids = await asyncio.to_thread(
-        engine.render_chat,
-        messages,
-        add_generation_prompt=fields.add_generation_prompt,
-        continue_final_message=fields.continue_final_message,
-        variables=options,
-    )
+    messages = checked_messages(fields.messages)
+    try:
+        token_ids = await asyncio.to_thread(
+            engine.render_chat,
+            messages,
+            add_generation_prompt=fields.add_generation_prompt,
+            continue_final_message=fields.continue_final_message,
+            variables=options,
+        )
+    except RequestError as error:
+        if error.param == "chat_template_kwargs" and not fields.chat_template_kwargs:
+            error.param = "reasoning_effort"  # the only variable that has a field of its own
+        raise
     return Prompt(token_ids)
 
 
@@ -117,43 +114,3 @@ def _convert(given: list[Any], kind: Any) -> Any:
             f"lists: {error}",
             param="prompt",
         ) from None
-
-
-# Parts of a message that ask for something which is not to be had here.
-_REFUSED_PARTS = ("audio", "function_call", "tool_calls")
-
-
-def _checked_message(i: int, message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its text in one string, without what is null (but for its content).
-
-    Other keys are handed to the template as they are.
-    """
-    where = f"messages[{i}]"
-    if not isinstance(message.get("role"), str):
-        raise RequestError(f"{where}.role must be a string", param=f"{where}.role")
-    for name in _REFUSED_PARTS:
-        if message.get(name):
-            raise RequestError(
-                f"{where}.{name} is not supported by this server",
-                param=f"{where}.{name}",
-                code="unsupported_field",
-            )
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "\n".join(_texts(where, content))
-    elif content is not None and not isinstance(content, str):
-        raise RequestError(
-            f"{where}.content must be a string or a list of parts", param=f"{where}.content"
-        )
-    rest = {name: value for name, value in message.items() if value is not None}
-    return rest | {"content": content}
-
-
-def _texts(where: str, parts: list[Any]) -> Iterable[str]:
-    for j, part in enumerate(parts):
-        at = f"{where}.content[{j}]"
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise RequestError(f"{at} is no text part, the only kind supported", param=at)
-        if not isinstance(part.get("text"), str):
-            raise RequestError(f"{at}.text must be a string", param=f"{at}.text")
-        yield part["text"]

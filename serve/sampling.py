@@ -26,3 +26,8 @@ def sampling_params(
         raise RequestError(f"n must be at most {MAX_N}, got {n}", param="n")
     recommended = {name: value for name, value in defaults.items() if name in SAMPLING}
     return SamplingParams(**({"max_tokens": max_tokens} | recommended | given))
+
+
+def num_choices(params: SamplingParams) -> int:
+    """How many samples of each prompt are wanted."""
+    return params.n if "n" in SamplingParams.field_names() else 1

@@ -118,8 +118,8 @@ class FakeEngine:
         self.rendered.append((messages, dict(variables)))
         if messages[0]["role"] == "refused":
             raise RequestError("roles must alternate", param="messages", code="chat_template")
-        for name in variables:
-            if name not in ("mood", "reasoning_effort"):
+        for name, value in variables.items():
+            if name not in ("mood", "reasoning_effort") or value == "unheard of":
                 raise RequestError(
                     f"this model's chat template does not read {name!r}",
                     param="chat_template_kwargs",

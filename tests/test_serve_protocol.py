@@ -235,6 +235,11 @@ def test_template_fields_reach_the_template(server):
     messages, variables = server.engine.rendered[-1]
     assert messages == SAY_HI
     assert variables == {"mood": "calm", "reasoning_effort": "low"}
+    for field, wrong in (
+        ("chat_template_kwargs", {"colour": "red"}),
+        ("reasoning_effort", "unheard of"),
+    ):
+        assert refused(server, CHAT, {"messages": SAY_HI, field: wrong})["param"] == field
     for options, end in (
         ({"add_generation_prompt": False}, b"<end>"),
         ({"add_generation_prompt": False, "continue_final_message": True}, b"<user>hi"),
