@@ -1,6 +1,11 @@
-"""Rewrites the map of the code in README.md from the first line of every module's docstring."""
+"""Rewrites the map of the code in README.md from the first lines of the modules' docstrings.
+
+    python scripts/code_map.py            rewrites it
+    python scripts/code_map.py --check    only says whether it is up to date
+"""
 
 import ast
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,4 +39,9 @@ def with_map(readme: str) -> str:
 
 if __name__ == "__main__":
     readme = ROOT / "README.md"
-    readme.write_text(with_map(readme.read_text()))
+    old = readme.read_text()
+    new = with_map(old)
+    if sys.argv[1:] != ["--check"]:
+        readme.write_text(new)
+    elif new != old:
+        sys.exit("README.md: the map of the code is out of date; scripts/lint.sh --fix mends it")

@@ -62,7 +62,7 @@ ensure_env() { # ensure_env run|dev
         return
     fi
     count=$(grep -c '==' "$lock")
-    echo "Installing up to $count packages into .venv (about 700 MB the first time) ..."
+    echo "Installing up to $count packages into .venv (about 800 MB the first time) ..."
     .venv/bin/python -m pip install --disable-pip-version-check --no-deps --require-hashes \
         -r "$lock" | show_progress "$count"
     .venv/bin/python -m pip install --disable-pip-version-check --quiet --no-deps \

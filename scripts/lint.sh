@@ -8,7 +8,9 @@ ensure_env dev
 if [ "${1:-}" = --fix ]; then
     .venv/bin/ruff check --fix --quiet .
     .venv/bin/ruff format --quiet .
+    .venv/bin/python scripts/code_map.py
 fi
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
+.venv/bin/python scripts/code_map.py --check
