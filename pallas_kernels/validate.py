@@ -5,6 +5,7 @@ What is only known on the device (ids, lengths) is made harmless there instead.
 """
 
 import numbers
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,9 @@ def check_attention(
     pool: KVPool,
     attn: AttentionMetadata,
     *,
-    layer: object,
-    group: object,
-    decode_rows: object,
+    layer: Any,
+    group: Any,
+    decode_rows: Any,
 ) -> None:
     num_heads, head_size = _shape("q", q, "T H D")[1:]
     _check_dtype("q", q, QUERY_DTYPES)
@@ -58,8 +59,8 @@ def check_write(
     pool: KVPool,
     attn: AttentionMetadata,
     *,
-    layer: object,
-    group: object,
+    layer: Any,
+    group: Any,
 ) -> None:
     spec = pool.spec
     for name, array in (("k", k), ("v", v)):
@@ -96,7 +97,7 @@ def check_metadata(attn: AttentionMetadata, num_tokens: int) -> None:
         )
 
 
-def check_layer(layer: object, num_layers: int) -> None:
+def check_layer(layer: Any, num_layers: int) -> None:
     """A Python integer must lie in the pool; a traced one is checked on the device."""
     if _is_int(layer):
         if not 0 <= layer < num_layers:
@@ -107,7 +108,7 @@ def check_layer(layer: object, num_layers: int) -> None:
         raise ValueError(f"layer must be an int32 scalar, got {layer.dtype}{list(layer.shape)}")
 
 
-def check_group(group: object, attn: AttentionMetadata) -> None:
+def check_group(group: Any, attn: AttentionMetadata) -> None:
     num_groups = attn.slot_mapping.shape[0]
     if not _is_int(group) or not 0 <= group < num_groups:
         raise ValueError(f"group must be a Python int below {num_groups}, got {group!r}")
@@ -117,12 +118,12 @@ def check_scoring(
     *,
     num_heads: int,
     num_kv_heads: int,
-    scale: object,
-    window: object,
-    softcap: object,
-    sinks: object,
-    k_scale: object,
-    v_scale: object,
+    scale: Any,
+    window: Any,
+    softcap: Any,
+    sinks: Any,
+    k_scale: Any,
+    v_scale: Any,
 ) -> None:
     if window is not None and (not _is_int(window) or window < 1):
         raise ValueError(f"window must be a positive Python int or None, got {window!r}")
@@ -172,9 +173,9 @@ def _check_dtype(name: str, array: jax.Array, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be {' or '.join(allowed)}, got {array.dtype.name}")
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
