@@ -9,7 +9,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ __all__ = ["Attend", "LayerSpec", "PagedAttend", "dense", "discover_layers"]
 MASKED = -1e30  # finite: a row without a key must not become NaN
 
 
+@runtime_checkable
 class Attend(Protocol):
     """Attention of one layer over the flat list of T tokens of a step.
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 __all__ = ["Embedding", "GatedMLP", "Linear", "RMSNorm", "linear"]
@@ -17,7 +18,7 @@ def linear(
     w: Float[Array, "F E"],
     b: Float[Array, " F"] | None = None,
     *,
-    dtype: jnp.dtype | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "T F"]:
     """`x @ w.T + b`, accumulated and returned in `dtype` (default: the dtype of `x`).
 
@@ -37,12 +38,12 @@ def linear(
     return y if b is None else y + b.astype(dtype)[None, :]
 
 
-def rows_first(x: Array, w: Array, dtype: jnp.dtype) -> Array:
+def rows_first(x: Array, w: Array, dtype: DTypeLike) -> Array:
     """`x @ w.T`, as it is written."""
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
-def weights_first(x: Array, w: Array, dtype: jnp.dtype) -> Array:
+def weights_first(x: Array, w: Array, dtype: DTypeLike) -> Array:
     """`(w @ x.T).T`. Without the barriers XLA folds the transposes back into `rows_first`."""
     columns = lax.optimization_barrier(x.T)
     y = lax.dot_general(w, columns, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
@@ -53,7 +54,7 @@ class Linear(nnx.Module):
     """`x[T, in] -> [T, out]` with a weight `[out, in]` and, where `bias` is set, a bias `[out]`."""
 
     def __init__(
-        self, in_size: int, out_size: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs
+        self, in_size: int, out_size: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs
     ) -> None:
         init = nnx.initializers.normal(INIT_STDDEV)
         self.weight = nnx.Param(init(rngs.params(), (out_size, in_size), dtype))
@@ -66,7 +67,7 @@ class Linear(nnx.Module):
 class Embedding(nnx.Module):
     """A vector of `size` for each of `num` tokens."""
 
-    def __init__(self, num: int, size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, num: int, size: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(INIT_STDDEV)
         self.weight = nnx.Param(init(rngs.params(), (num, size), dtype))
 
@@ -77,7 +78,7 @@ class Embedding(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root mean square normalisation over the last axis, in float32; keeps the dtype of `x`."""
 
-    def __init__(self, size: int, *, eps: float, dtype: jnp.dtype) -> None:
+    def __init__(self, size: int, *, eps: float, dtype: DTypeLike) -> None:
         self.weight = nnx.Param(jnp.ones(size, dtype))
         self.eps = eps
 
@@ -93,7 +94,7 @@ class GatedMLP(nnx.Module):
     """SwiGLU: `down(silu(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(
-        self, size: int, inner_size: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs
+        self, size: int, inner_size: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs
     ) -> None:
         self.gate_proj = Linear(size, inner_size, bias=bias, dtype=dtype, rngs=rngs)
         self.up_proj = Linear(size, inner_size, bias=bias, dtype=dtype, rngs=rngs)

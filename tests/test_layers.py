@@ -86,7 +86,7 @@ def test_linear_can_be_differentiated():
 
 
 def test_linear_module_has_a_bias_only_where_asked():
-    x = draw(0, 3, 16)
+    x = jnp.asarray(draw(0, 3, 16))
     with_bias, without = (
         Linear(16, 8, bias=bias, dtype=jnp.float32, rngs=nnx.Rngs(0)) for bias in (True, False)
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from paged_jax.attention import Attend
@@ -76,7 +77,7 @@ class LlamaConfig:
 class Llama(nnx.Module):
     """A decoder behind the model contract: hidden states, and logits of the rows that need them."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         E, V = config.hidden_size, config.vocab_size
         self.config = config
         self.embed_tokens = Embedding(V, E, dtype=dtype, rngs=rngs)
@@ -107,7 +108,7 @@ class DecoderLayer(nnx.Module):
     """Attention and MLP, each behind a norm and added to what came in."""
 
     def __init__(
-        self, config: LlamaConfig, index: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
+        self, config: LlamaConfig, index: int, *, dtype: DTypeLike, rngs: nnx.Rngs
     ) -> None:
         E, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(E, eps=eps, dtype=dtype)
@@ -128,7 +129,7 @@ class Attention(nnx.Module):
     """Projections and rotation; what is seen is `attend`'s business."""
 
     def __init__(
-        self, config: LlamaConfig, index: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
+        self, config: LlamaConfig, index: int, *, dtype: DTypeLike, rngs: nnx.Rngs
     ) -> None:
         self.index = index
         self.head_size = config.head_size

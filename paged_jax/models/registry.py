@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from paged_jax.errors import ModelLoadError
 from paged_jax.models import llama
@@ -18,7 +18,7 @@ class Family(NamedTuple):
     architectures: tuple[str, ...]  # of config.json's `architectures`
     model_types: tuple[str, ...]  # of its `model_type`, where it names no architecture
     parse: Callable[[Mapping[str, Any]], Any]  # config.json -> the family's config
-    build: Callable[[Any, jnp.dtype, nnx.Rngs], nnx.Module]
+    build: Callable[[Any, DTypeLike, nnx.Rngs], nnx.Module]
     tensor_name: Callable[[tuple[str | int, ...]], str]  # path of a parameter -> name on disk
     aliases: Callable[[Any], Mapping[str, str]]  # config -> {tensor not used: what is used instead}
     ignored: tuple[str, ...] = ()  # endings of tensors that hold no weights
