@@ -66,7 +66,9 @@ def diagnose(machine: Machine) -> tuple[Finding, ...]:
     return tuple(finding for check in checks for finding in check(machine))
 
 
-def _gib(size_bytes: int) -> str:
+def _size(size_bytes: int) -> str:
+    if size_bytes < GIB // 2:
+        return f"{size_bytes / 2**20:.0f} MiB"
     return f"{size_bytes / GIB:.1f} GiB"
 
 
@@ -74,12 +76,12 @@ def _computer(machine: Machine) -> Iterator[Finding]:
     yield Finding(
         "ok",
         f"Python {machine.python} on {machine.system}, {machine.num_cpus} CPUs, "
-        f"{_gib(machine.memory_bytes)} of memory ({_gib(machine.available_bytes)} available)",
+        f"{_size(machine.memory_bytes)} of memory ({_size(machine.available_bytes)} available)",
     )
     if 0 < machine.available_bytes < 2 * GIB:
         yield Finding(
             "warning",
-            f"only {_gib(machine.available_bytes)} of memory is available; the smallest model "
+            f"only {_size(machine.available_bytes)} of memory is available; the smallest model "
             "wants about 2 GiB",
             "Close other programs, or limit the engine with --max-model-len and --num-blocks.",
         )
@@ -180,7 +182,7 @@ def _jax(machine: Machine) -> Iterator[Finding]:
     else:
         devices = machine.jax.devices
         sizes = [device.memory_bytes for device in devices if device.memory_bytes]
-        memory = f", {_gib(sizes[0])} each" if sizes else ""
+        memory = f", {_size(sizes[0])} each" if sizes else ""
         yield Finding(
             "ok", f"JAX runs on {machine.jax.backend}: {len(devices)} x {devices[0].kind}{memory}"
         )
@@ -306,11 +308,11 @@ def _cache(what: str, folder: Folder) -> Iterator[Finding]:
         return
     yield Finding(
         "ok",
-        f"{what} are kept in {folder.path}: {folder.num_files} files, {_gib(folder.size_bytes)}",
+        f"{what} are kept in {folder.path}: {folder.num_files} files, {_size(folder.size_bytes)}",
     )
     if folder.free_bytes < GIB:
         yield Finding(
             "warning",
-            f"only {_gib(folder.free_bytes)} of disk is free for {what}",
+            f"only {_size(folder.free_bytes)} of disk is free for {what}",
             f"Make room, or name another folder in PAGED_JAX_HOME. {folder.path} may be emptied.",
         )
