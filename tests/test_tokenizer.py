@@ -118,6 +118,12 @@ def test_there_is_one_bos(tmp_path, source):
     assert tokenizer.encode(tokenizer.apply_chat_template([USER])) == [0, 1, *plain, 2]
 
 
+def test_a_chat_has_the_special_tokens_that_its_template_writes(tmp_path):
+    backend = add_bos(BYTE_LEVEL, "<|b|>")
+    tokenizer = load_tokenizer(write_folder(tmp_path, backend, chat_template="<|s|>the dog"))
+    assert tokenizer.encode_chat([USER]) == [1, *tokenizer.encode("the dog")[1:]]
+
+
 def test_no_bos_is_added_unless_the_files_say_so(tmp_path):
     tokenizer = load_tokenizer(write_folder(tmp_path, add_bos_token=False))
     assert 0 not in tokenizer.encode("the dog")
