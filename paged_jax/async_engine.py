@@ -90,7 +90,7 @@ class AsyncEngine:
         for events in list(self._streams.values()):
             events.put_nowait(EngineDeadError("the engine is shutting down"))
         self._inbox.put(None)
-        if self._thread is not None:
+        if self._thread is not None and self._engine is not None:
             await asyncio.to_thread(self._thread.join)
         self.state = "dead"
 
@@ -101,8 +101,11 @@ class AsyncEngine:
 
     def _run(self, ready: concurrent.futures.Future[Engine]) -> None:
         """The engine's thread, from loading to the end."""
+        ready.set_running_or_notify_cancel()  # whoever waits may give up; loading goes on
         try:
             engine = self._make_engine()
+            self.state = "compiling"
+            engine.warm_up()
         except BaseException as error:
             ready.set_exception(error)
             return

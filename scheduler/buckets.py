@@ -48,17 +48,17 @@ def _round_up(sizes: tuple[int, ...], size: int) -> int:
 
 
 def rising_sizes(smallest: int, largest: int, *, finer_from: int) -> tuple[int, ...]:
-    """Sizes from `smallest` to `largest`: doubling, with one in the middle from `finer_from` on.
-
-    Powers of two at the top would waste up to half of the step.
+    """Sizes from `smallest` to `largest`: fourfold below `finer_from`, then doubling, then with
+    one in the middle too. Every size is a program to compile; at the top, powers of two would
+    waste up to half of a step.
     """
     sizes = []
     size = smallest
     while size < largest:
         sizes.append(size)
-        if size >= finer_from and 3 * size // 2 < largest:
+        if size >= 2 * finer_from and 3 * size // 2 < largest:
             sizes.append(3 * size // 2)
-        size *= 2
+        size *= 2 if size >= finer_from else 4
     return (*sizes, largest)
 
 
@@ -69,11 +69,10 @@ def make_buckets(*, max_num_seqs: int, max_num_batched_tokens: int) -> Buckets:
     chunk is a bucket edge.
     """
     rows = rising_sizes(1, max_num_seqs, finer_from=16)
-    few = tuple(size for size in (32, 128) if size * 2 <= max_num_seqs)
     smallest = min(16, max_num_batched_tokens)
     return Buckets(
         decodes=rows,
-        chunks=rising_sizes(smallest, max_num_batched_tokens, finer_from=128),
-        mixed_decodes=(0, *few, max_num_seqs),
+        chunks=rising_sizes(smallest, max_num_batched_tokens, finer_from=64),
+        mixed_decodes=(32, max_num_seqs) if max_num_seqs >= 64 else (max_num_seqs,),
         samples=rows,
     )
