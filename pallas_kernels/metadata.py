@@ -1,10 +1,11 @@
 """The part of a batch that attention reads: a shape that the scheduler fills."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Array, Int
 
 
+@runtime_checkable
 class AttentionMetadata(Protocol):
     """Where the tokens of one step live in the pool, for each block group.
 

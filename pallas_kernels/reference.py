@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -65,15 +66,17 @@ class ReferenceBackend:
         decode_rows: int,
     ) -> Float[Array, "T H D"]:
         tokens = jnp.arange(q.shape[0], dtype=jnp.int32)
-        out = jnp.zeros(q.shape, jnp.float32)
-        for row in range(attn.seq_lens.shape[0]):
+
+        def one_row(row, out):
             start, end = attn.query_start_loc[row], attn.query_start_loc[row + 1]
             position = attn.seq_lens[row] - (end - start) + (tokens - start)
             in_row = (tokens >= start) & (tokens < end) & (attn.seq_lens[row] > 0)
             position = jnp.where(in_row, position, -1)
             k, v, exists = _gather(pool, layer, attn.block_tables[group, row])
-            out += _attend(q, k, v, exists, position, scoring)
-        return out.astype(q.dtype)
+            return out + _attend(q, k, v, exists, position, scoring)
+
+        out = jnp.zeros(q.shape, jnp.float32)
+        return lax.fori_loop(0, attn.seq_lens.shape[0], one_row, out).astype(q.dtype)
 
     def copy_blocks(self, pool: KVPool, src: Int[Array, " M"], dst: Int[Array, " M"]) -> KVPool:
         return block_moves.copy_blocks(pool, src, dst)

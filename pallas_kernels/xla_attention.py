@@ -13,9 +13,7 @@ from pallas_kernels.xla_tiles import attend_tile
 
 # Measured on CPUs: larger tiles fall out of the cache and waste more on the rows' ends.
 DECODE_GROUP = 4
-DECODE_KV_TILE_LEN = 128
-PREFILL_QUERY_TILE_LEN = 64
-PREFILL_KV_TILE_LEN = 256
+QUERY_TILE_LEN = 64
 
 
 def attend_decodes(
@@ -50,7 +48,6 @@ def attend_decodes(
             at[:, None],
             scoring,
             layer=layer,
-            kv_tile_len=DECODE_KV_TILE_LEN,
         )
         return lax.dynamic_update_slice_in_dim(out, part[:, 0].astype(q.dtype), i * group, axis=0)
 
@@ -74,7 +71,7 @@ def attend_prefills(
     num_tokens = q.shape[0]
     if num_tokens == 0:
         return q
-    tile_len = min(PREFILL_QUERY_TILE_LEN, num_tokens)
+    tile_len = min(QUERY_TILE_LEN, num_tokens)
     query_lens = jnp.where(seq_lens > 0, query_start_loc[1:] - query_start_loc[:-1], 0)
     tiles_end = jnp.cumsum((query_lens + tile_len - 1) // tile_len)
     queries = jnp.pad(q, ((0, tile_len), (0, 0), (0, 0)))
@@ -95,7 +92,6 @@ def attend_prefills(
             at[None],
             scoring,
             layer=layer,
-            kv_tile_len=PREFILL_KV_TILE_LEN,
         )
         # The tile's tail reaches into the next row: zeros there, until that row's turn comes.
         return lax.dynamic_update_slice_in_dim(out, part[0].astype(q.dtype), start, axis=0)

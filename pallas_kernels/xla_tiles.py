@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.pool import KVPool, block_in_range
 from pallas_kernels.scoring import Scoring
 
+KV_TILE_LEN = 128  # keys of a row taken together, in whole blocks; measured on CPUs
 MASKED = -1e30  # finite, so that a query that sees nothing gives no NaN
 MAX_INT32 = 2**31 - 1
 
@@ -20,15 +21,14 @@ def attend_tile(
     scoring: Scoring,
     *,
     layer: int | Int[Array, ""],
-    kv_tile_len: int,
 ) -> Float[Array, "R Q H D"]:
     """Q queries of each of R rows, in float32; a query with a negative position gives 0.
 
-    Walks the keys from the first that any of the queries sees to the last, about `kv_tile_len`
-    of each row at a time, so the work is that of the longest of these rows.
+    Walks the keys from the first that any of the queries sees to the last, a tile of each row at
+    a time, so the work is that of the longest of these rows.
     """
     block_size, table_width = pool.spec.block_size, block_tables.shape[1]
-    tile_blocks = min(max(kv_tile_len // block_size, 1), table_width)
+    tile_blocks = min(max(KV_TILE_LEN // block_size, 1), table_width)
     kv_tile_len = tile_blocks * block_size
     num_rows, num_queries, num_heads, head_size = q.shape
     num_kv_heads = pool.spec.num_kv_heads
