@@ -5,7 +5,7 @@ thresholds are found by bisection over the bits of a float, exact in 32 rounds. 
 threshold go to the lower token ids.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ __all__ = ["Sampling", "sample"]
 MASS_TOLERANCE = 2e-6  # of a sum of float32 probabilities; 0.5 must count as reaching 0.5
 
 
+@runtime_checkable
 class Sampling(Protocol):
     """The arrays that `sample` reads; the scheduler's `SamplingMetadata` has this shape."""
 
