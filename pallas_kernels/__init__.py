@@ -4,7 +4,7 @@ A pool holds the keys and values of all layers in blocks; a back end, chosen onc
 its layout. Everything above sees block ids only.
 """
 
-from pallas_kernels.metadata import AttentionMetadata
+from pallas_kernels.metadata import AttentionMetadata, GroupMetadata
 from pallas_kernels.ops import copy_blocks, paged_attention, read_blocks, write_blocks, write_kv
 from pallas_kernels.pool import KV_HEADS, KVPool, KVSpec, PoolLayout
 from pallas_kernels.reference import ReferenceBackend
@@ -25,6 +25,7 @@ __all__ = [
     "KV_HEADS",
     "AttentionMetadata",
     "Backend",
+    "GroupMetadata",
     "KVPool",
     "KVSpec",
     "PoolLayout",

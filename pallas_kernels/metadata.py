@@ -1,7 +1,8 @@
 """The part of a batch that attention reads: a shape that the scheduler fills."""
 
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 
@@ -39,3 +40,25 @@ class AttentionMetadata(Protocol):
     @property
     def num_seqs(self) -> Int[Array, ""]:
         """Real rows."""
+
+
+class GroupMetadata(NamedTuple):
+    """What a back end is given: `AttentionMetadata` of one block group, as JAX arrays."""
+
+    slot_mapping: Int[Array, " T"]
+    block_tables: Int[Array, "S B"]
+    seq_lens: Int[Array, " S"]
+    query_start_loc: Int[Array, " S_plus_1"]
+    num_decodes: Int[Array, ""]
+    num_seqs: Int[Array, ""]
+
+
+def of_group(attn: AttentionMetadata, group: int) -> GroupMetadata:
+    return GroupMetadata(
+        slot_mapping=jnp.asarray(attn.slot_mapping[group]),
+        block_tables=jnp.asarray(attn.block_tables[group]),
+        seq_lens=jnp.asarray(attn.seq_lens),
+        query_start_loc=jnp.asarray(attn.query_start_loc),
+        num_decodes=jnp.asarray(attn.num_decodes),
+        num_seqs=jnp.asarray(attn.num_seqs),
+    )

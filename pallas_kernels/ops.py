@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
 from pallas_kernels import validate
-from pallas_kernels.metadata import AttentionMetadata
+from pallas_kernels.metadata import AttentionMetadata, of_group
 from pallas_kernels.pool import KVPool
 from pallas_kernels.registry import Backend
 from pallas_kernels.scoring import Scoring
@@ -31,7 +31,8 @@ def write_kv(
     unspecified afterwards.
     """
     validate.check_write(k, v, pool, attn, layer=layer, group=group)
-    return backend.write_kv(pool, k, v, attn.slot_mapping[group], layer=layer)
+    slots = of_group(attn, group).slot_mapping
+    return backend.write_kv(pool, k, v, slots, layer=layer)
 
 
 def paged_attention(
@@ -85,7 +86,7 @@ def paged_attention(
         v_scale=_per_kv_head(v_scale, num_kv_heads),
     )
     return backend.paged_attention(
-        q, pool, attn, scoring, layer=layer, group=group, decode_rows=decode_rows
+        q, pool, of_group(attn, group), scoring, layer=layer, decode_rows=decode_rows
     )
 
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import block_moves
-from pallas_kernels.metadata import AttentionMetadata
+from pallas_kernels.metadata import GroupMetadata
 from pallas_kernels.pool import (
     KV_HEADS,
     KVPool,
@@ -58,11 +58,10 @@ class ReferenceBackend:
         self,
         q: Float[Array, "T H D"],
         pool: KVPool,
-        attn: AttentionMetadata,
+        attn: GroupMetadata,
         scoring: Scoring,
         *,
         layer: int | Int[Array, ""],
-        group: int,
         decode_rows: int,
     ) -> Float[Array, "T H D"]:
         tokens = jnp.arange(q.shape[0], dtype=jnp.int32)
@@ -72,7 +71,7 @@ class ReferenceBackend:
             position = attn.seq_lens[row] - (end - start) + (tokens - start)
             in_row = (tokens >= start) & (tokens < end) & (attn.seq_lens[row] > 0)
             position = jnp.where(in_row, position, -1)
-            k, v, exists = _gather(pool, layer, attn.block_tables[group, row])
+            k, v, exists = _gather(pool, layer, attn.block_tables[row])
             return out + _attend(q, k, v, exists, position, scoring)
 
         out = jnp.zeros(q.shape, jnp.float32)

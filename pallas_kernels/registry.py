@@ -6,7 +6,7 @@ from typing import Protocol
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.metadata import AttentionMetadata
+from pallas_kernels.metadata import GroupMetadata
 from pallas_kernels.pool import KVPool, KVSpec, PoolLayout
 from pallas_kernels.scoring import Scoring
 
@@ -40,11 +40,10 @@ class Backend(Protocol):
         self,
         q: Float[Array, "T H D"],
         pool: KVPool,
-        attn: AttentionMetadata,
+        attn: GroupMetadata,
         scoring: Scoring,
         *,
         layer: int | Int[Array, ""],
-        group: int,
         decode_rows: int,
     ) -> Float[Array, "T H D"]: ...
 

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import block_moves
-from pallas_kernels.metadata import AttentionMetadata
+from pallas_kernels.metadata import GroupMetadata
 from pallas_kernels.pool import (
     KV_HEADS,
     KVPool,
@@ -61,14 +61,13 @@ class XlaBackend:
         self,
         q: Float[Array, "T H D"],
         pool: KVPool,
-        attn: AttentionMetadata,
+        attn: GroupMetadata,
         scoring: Scoring,
         *,
         layer: int | Int[Array, ""],
-        group: int,
         decode_rows: int,
     ) -> Float[Array, "T H D"]:
-        tables = attn.block_tables[group]
+        tables = attn.block_tables
         decodes = attend_decodes(
             q[:decode_rows],
             pool,
