@@ -1,7 +1,7 @@
 """The pool of KV blocks: who holds which block, and which freed block still has its content."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -18,11 +18,15 @@ class BlockPool:
     Owned by the scheduler; block ids are all that leaves it.
     """
 
-    def __init__(self, num_blocks: int):
-        """`num_blocks` includes the null block, which is never handed out."""
+    def __init__(self, num_blocks: int, on_evict: Callable[[int, bytes], None] | None = None):
+        """`num_blocks` includes the null block, which is never handed out.
+
+        `on_evict(block_id, digest)` hears of cached content that is about to be lost.
+        """
         if num_blocks < 2:
             raise ValueError(f"num_blocks must be at least 2, got {num_blocks}")
         self.num_blocks = num_blocks
+        self._on_evict = on_evict
         self.ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
@@ -49,7 +53,10 @@ class BlockPool:
             block_id = self._free.pop()
         else:
             block_id, _ = self._evictable.popitem(last=False)
-            del self._block_of_digest[self._digest_of_block.pop(block_id)]
+            digest = self._digest_of_block.pop(block_id)
+            del self._block_of_digest[digest]
+            if self._on_evict is not None:
+                self._on_evict(block_id, digest)
         self.ref_counts[block_id] = 1
         return block_id
 

@@ -3,12 +3,23 @@
 from dataclasses import dataclass
 
 
+CHOICES = {
+    "preemption": ("recompute", "swap"),
+    "prefill": ("mixed", "dedicated"),
+    "batching": ("continuous", "static"),
+    "allocation": ("paged", "reserved"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """Sizes and choices that the scheduler works with.
 
     `num_blocks` counts blocks of each group, the null block included; `windows` names the
-    sliding window of each block group in tokens (None: full attention).
+    sliding window of each block group in tokens (None: full attention). `num_host_blocks` are
+    those of the host pool that `preemption="swap"` and `kv_offload` use (empty: no host pool).
+    `batching="static"` and `allocation="reserved"` are the baselines that the others are
+    measured against.
     """
 
     block_size: int
@@ -20,6 +31,13 @@ class SchedulerConfig:
     windows: tuple[int | None, ...] = (None,)
     watermark: float = 0.01
     enable_prefix_caching: bool = True
+    preemption: str = "recompute"
+    num_host_blocks: tuple[int, ...] = ()
+    kv_offload: bool = False
+    prefill: str = "mixed"
+    batching: str = "continuous"
+    batch_timeout_s: float = 0.05
+    allocation: str = "paged"
 
     def __post_init__(self):
         for name in ("block_size", "max_model_len", "max_num_seqs", "max_num_chunks"):
@@ -39,6 +57,19 @@ class SchedulerConfig:
             raise ValueError(
                 f"num_blocks must be at least 2 (block 0 is the null block), got {self.num_blocks}"
             )
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}"
+                )
+        if self.num_host_blocks and len(self.num_host_blocks) != len(self.windows):
+            raise ValueError(
+                f"num_host_blocks={self.num_host_blocks} must have one entry for each block group"
+            )
+        if self.kv_offload and not (self.num_host_blocks and self.enable_prefix_caching):
+            raise ValueError("kv_offload needs a host pool (num_host_blocks) and prefix caching")
+        if self.preemption == "swap" and not self.num_host_blocks:
+            raise ValueError("preemption='swap' needs a host pool (num_host_blocks)")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
 

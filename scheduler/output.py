@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from scheduler.block_pool import BlockPool
 from scheduler.request import FinishReason, Sequence
 
 
@@ -21,6 +22,14 @@ class BlockCopy(NamedTuple):
     group: int
     source: int
     target: int
+
+
+class BlockMoves(NamedTuple):
+    """What is copied before a step, in this order: to the host, from the host, on the device."""
+
+    swap_outs: tuple[BlockCopy, ...] = ()  # device block -> host block
+    swap_ins: tuple[BlockCopy, ...] = ()  # host block -> device block
+    copies: tuple[BlockCopy, ...] = ()  # device block -> device block
 
 
 class Sampled(NamedTuple):
@@ -43,8 +52,9 @@ class SchedulerOutput:
     decodes: tuple[Scheduled, ...]
     chunks: tuple[Scheduled, ...]
     samples: tuple[Sampled, ...]
-    copies: tuple[BlockCopy, ...] = ()
+    moves: BlockMoves = BlockMoves()
     preempted: tuple[Sequence, ...] = ()
+    num_slots_held: int = 0  # rows that a static batch keeps until its longest member ends
 
     @property
     def num_tokens(self) -> int:
@@ -56,7 +66,7 @@ class SchedulerOutput:
 
     @property
     def is_empty(self) -> bool:
-        return not self.decodes and not self.chunks
+        return not self.decodes and not self.chunks and not any(self.moves)
 
 
 class SequenceUpdate(NamedTuple):
@@ -73,7 +83,15 @@ class SequenceUpdate(NamedTuple):
 
 @dataclass
 class InFlight:
-    """A dispatched step whose result the host has not read; blocks it may write stay held."""
+    """A dispatched step whose result the host has not read.
 
-    output: SchedulerOutput
-    released: list[tuple[int, list[int]]] = field(default_factory=list)
+    `released` are blocks given back that the step may still write or copy: they stay held until
+    its update.
+    """
+
+    step_id: int
+    released: list[tuple[BlockPool, list[int]]] = field(default_factory=list)
+
+    def release(self) -> None:
+        for pool, blocks in self.released:
+            pool.release(blocks)

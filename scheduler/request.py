@@ -77,13 +77,15 @@ class Sequence:
     """One sample of a request: its tokens, and how far their keys and values are computed.
 
     `num_in_flight` counts tokens that dispatched steps sample and the host has not seen yet;
-    `blocks[g]` lists the block ids of group g, 0 where a block slid out of the window.
+    `blocks[g]` lists the block ids of group g, 0 where a block slid out of the window;
+    `host_blocks[g]` those of the host pool while it is swapped out.
     """
 
     __slots__ = (
         "blocks",
         "capacity",
         "digests",
+        "host_blocks",
         "index",
         "last_step_id",
         "num_computed_tokens",
@@ -110,6 +112,7 @@ class Sequence:
         self.row = -1
         self.status = Status.WAITING
         self.blocks: list[list[int]] = []
+        self.host_blocks: list[list[int]] = []
         self.capacity = 0
         self.shares_tail = False
         self.digests: list[bytes] = []

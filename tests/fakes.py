@@ -62,14 +62,20 @@ class FakeRunner:
     def __init__(self, config: SchedulerConfig):
         self.config = config
         self.pools = [np.full((n * config.block_size, 2), -1, np.int64) for n in config.num_blocks]
+        self.host: dict[tuple[int, int], np.ndarray] = {}
         self.last_tokens = np.zeros(config.max_num_seqs + 1, np.int64)
 
     def execute(self, output: SchedulerOutput, batch: Batch) -> list[int]:
         """Run one step; the sampled tokens, in the order of `output.samples`."""
         size = self.config.block_size
-        for copy in output.copies:
-            pool = self.pools[copy.group].reshape(-1, size, 2)
-            pool[copy.target] = pool[copy.source]
+        by_block = [pool.reshape(-1, size, 2) for pool in self.pools]
+        for copy in output.moves.swap_outs:
+            self.host[copy.group, copy.target] = by_block[copy.group][copy.source].copy()
+        for copy in output.moves.swap_ins:
+            by_block[copy.group][copy.target] = self.host[copy.group, copy.source]
+        sources = [by_block[copy.group][copy.source].copy() for copy in output.moves.copies]
+        for copy, source in zip(output.moves.copies, sources, strict=True):
+            by_block[copy.group][copy.target] = source
         token_ids = batch.token_ids.astype(np.int64)
         for i in np.flatnonzero(batch.from_device):
             token_ids[i] = self.last_tokens[batch.rows[i]]

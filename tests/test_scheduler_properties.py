@@ -8,8 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler import FinishReason, RequestError, SamplingParams, SchedulerConfig
 from tests.fakes import FakeEngine, expected_tokens
 
+RARELY = st.integers(0, 3).map(lambda i: i == 0)
 CONFIGS = st.builds(
-    lambda size, blocks, rows, spare, chunks, windows, caching: SchedulerConfig(
+    lambda size, blocks, rows, spare, chunks, windows, caching, host, modes: SchedulerConfig(
         block_size=size,
         num_blocks=(blocks,) * len(windows),
         max_model_len=64,
@@ -19,6 +20,13 @@ CONFIGS = st.builds(
         windows=windows,
         watermark=0.05,
         enable_prefix_caching=caching,
+        num_host_blocks=(host,) * len(windows) if host else (),
+        preemption="swap" if host and modes[0] else "recompute",
+        kv_offload=bool(host and caching and modes[1]),
+        prefill="dedicated" if modes[2] else "mixed",
+        allocation="reserved" if modes[3] else "paged",
+        batching="static" if modes[4] else "continuous",
+        batch_timeout_s=0.0,
     ),
     st.sampled_from([1, 2, 4]),
     st.integers(5, 30),
@@ -27,6 +35,8 @@ CONFIGS = st.builds(
     st.integers(1, 3),
     st.sampled_from([(None,), (None, 6), (None, 1)]),
     st.booleans(),
+    st.sampled_from([0, 2, 12, 40]),
+    st.tuples(*[st.booleans()] * 3, RARELY, RARELY),
 )
 
 
