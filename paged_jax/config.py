@@ -52,12 +52,53 @@ class EngineConfig:
         0.9, CACHE, "share of an accelerator's memory that may be used"
     )
     enable_prefix_caching: bool = _option(True, CACHE, "reuse the blocks of equal prefixes")
+    allocation: str = _option(
+        "paged",
+        CACHE,
+        "blocks on demand, or (to compare) reserved for max_model_len when a sequence starts",
+        choices=("paged", "reserved"),
+    )
+    preemption_mode: str = _option(
+        "recompute",
+        CACHE,
+        "when blocks run out, compute a sequence again later or swap it to host memory",
+        choices=("recompute", "swap"),
+    )
+    kv_offload: bool = _option(
+        False, CACHE, "keep cached blocks that are evicted in host memory, for later hits"
+    )
+    swap_space: float = _option(
+        4.0, CACHE, "GiB of host memory for preemption_mode=swap and kv_offload"
+    )
 
     max_num_seqs: int = _option(16, BATCH, "sequences that run at the same time")
     max_num_batched_tokens: int | None = _option(
         None, BATCH, "tokens computed in a step (default: 256 on CPU, 2048 elsewhere)"
     )
+    scheduling_policy: str = _option(
+        "fcfs",
+        BATCH,
+        "who is served first: order of arrival, the request's priority, shortest prompt, or "
+        "fair shares of tenants",
+        choices=("fcfs", "priority", "shortest", "fair"),
+    )
+    prefill: str = _option(
+        "mixed",
+        BATCH,
+        "prefill in the same steps as decodes, or in dedicated ones",
+        choices=("mixed", "dedicated"),
+    )
+    batching: str = _option(
+        "continuous",
+        BATCH,
+        "change the batch at every step, or (to compare) run a static one to its longest member",
+        choices=("continuous", "static"),
+    )
     overlap: bool = _option(True, BATCH, "schedule the next step while the device runs this one")
+
+    step_log: str | None = _option(
+        None, BATCH, "file that every step is written to, to be replayed; prompts are in it"
+    )
 
     device: str = _option("auto", DEVICE, "where to run", choices=DEVICES)
     attention_backend: str = _option("auto", DEVICE, "implementation of paged attention")
@@ -93,6 +134,10 @@ class EngineConfig:
             )
         if self.kv_cache_memory is not None and self.kv_cache_memory <= 0:
             raise ConfigError(f"kv_cache_memory must be above 0 GiB, got {self.kv_cache_memory}")
+        if self.swap_space <= 0:
+            raise ConfigError(f"swap_space must be above 0 GiB, got {self.swap_space}")
+        if self.kv_offload and not self.enable_prefix_caching:
+            raise ConfigError("kv_offload keeps cached prefixes: it needs enable_prefix_caching")
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(
                 f"memory_utilization must be above 0 and at most 1, got {self.memory_utilization}"

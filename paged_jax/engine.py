@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -19,22 +20,26 @@ import numpy as np
 from paged_jax.compile_cache import use_compile_cache
 from paged_jax.compile_log import CompileCounter
 from paged_jax.config import EngineConfig
-from paged_jax.errors import RequestError
+from paged_jax.errors import ConfigError, RequestError
 from paged_jax.generation_config import read_generation_config
 from paged_jax.hub import resolve_model
-from paged_jax.model_runner import Program, StepSizes
+from paged_jax.model_runner import StepSizes
 from paged_jax.models import ServedModel, load_model
 from paged_jax.plan import choose_dtype, make_plan, size_runner
 from paged_jax.progress import ConsoleProgress, Progress
 from paged_jax.sharding import choose_device
 from paged_jax.tokenizer import Tokenizer, load_tokenizer
 from scheduler import (
+    ORDER_POLICIES,
     FinishReason,
+    OrderPolicy,
     Request,
     SamplingParams,
     Scheduler,
+    SchedulerConfig,
     SchedulerOutput,
     SequenceUpdate,
+    StepLog,
     StepRecord,
     StepTotals,
     derive_seed,
@@ -47,6 +52,7 @@ __all__ = ["Engine", "EngineStats"]
 logger = logging.getLogger(__name__)
 
 NUM_RECORDS = 1024
+IDLE_S = 0.001
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class _Pending(NamedTuple):
 
     output: SchedulerOutput
     tokens: jax.Array | None
-    sizes: StepSizes
+    record: StepRecord
     host_s: float
 
 
@@ -102,7 +108,8 @@ class Engine:
     """Continuous batching over one model. Not thread-safe: one thread calls everything but
     `check_request` and `stats`.
 
-    `model` is a `ServedModel`; `eos_token_ids` end a sequence unless the request ignores them.
+    `model` is a `ServedModel`; `eos_token_ids` end a sequence unless the request ignores them;
+    `order` replaces the configured scheduling policy by one's own.
     Raises ConfigError when the configuration does not fit the model or the device.
     """
 
@@ -115,6 +122,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Iterable[int] = (),
         generation_defaults: Mapping[str, Any] | None = None,
+        order: OrderPolicy | None = None,
         progress: Progress | None = None,
     ):
         self.config = config
@@ -132,14 +140,18 @@ class Engine:
         plan = make_plan(model, config, device)
         self.max_num_batched_tokens = plan.max_num_batched_tokens
         self.runner = size_runner(model, plan, config, device, self._progress)
-        scheduler_config = plan.scheduler_config(
-            config, [spec.num_blocks for spec in self.runner.specs]
-        )
+        scheduler_config = plan.scheduler_config(config, self.runner)
         # Without an explicit length, promise no more than the pool can hold.
         self.max_model_len = plan.max_model_len
         if config.max_model_len is None:
             self.max_model_len = min(plan.max_model_len, scheduler_config.capacity_tokens)
-        self.scheduler = Scheduler(scheduler_config)
+        self._now = time.monotonic()  # of the step being made, so that a log can replay it
+        self.scheduler = Scheduler(
+            scheduler_config,
+            order or ORDER_POLICIES[config.scheduling_policy](),
+            clock=lambda: self._now,
+        )
+        self._step_log = _open_step_log(config, scheduler_config)
         self.runner.allocate()
 
         self._lag = 1 if config.overlap else 0
@@ -211,9 +223,20 @@ class Engine:
             )
 
     def add_request(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
     ) -> Request:
-        """Queue a request; RequestError if it can never be served or its id is in use."""
+        """Queue a request; RequestError if it can never be served or its id is in use.
+
+        Lower `priority` goes first, where the scheduling policy looks at it; `tenant` is who
+        shares fairly with others. Only requests of the same `cache_salt` share cached prefixes.
+        """
         self.check_request(prompt_token_ids, params)
         self._num_requests += 1
         request = Request(
@@ -223,13 +246,19 @@ class Engine:
             seed=self._seed_of(params),
             max_total_tokens=self._max_total_tokens(len(prompt_token_ids), params),
             eos_token_ids=self.eos_token_ids,
+            priority=priority,
+            tenant=tenant,
+            salt=cache_salt.encode(),
         )
         if params.max_tokens == 0:
             self._finished_at_birth += [
                 SequenceUpdate(s, None, FinishReason.LENGTH) for s in request.sequences
             ]
         else:
+            self._now = time.monotonic()
             self.scheduler.add(request)
+            if self._step_log is not None:
+                self._step_log.add(request, self._now)
         self._num_prompt_tokens += len(prompt_token_ids)
         return request
 
@@ -247,7 +276,8 @@ class Engine:
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its samples, in whatever state it is."""
-        self.scheduler.abort(request_id, index)
+        if self.scheduler.abort(request_id, index) and self._step_log is not None:
+            self._step_log.abort(request_id, index)
 
     @property
     def has_unfinished(self) -> bool:
@@ -259,16 +289,24 @@ class Engine:
         """Run one step; what became known by it, which may be of the step before."""
         updates, self._finished_at_birth = self._finished_at_birth, []
         began = time.perf_counter()
+        self._now = time.monotonic()
         output = self.scheduler.schedule()
+        if self._step_log is not None:
+            self._step_log.step(output, self._now)
         if not output.is_empty:
             self._pending.append(self._dispatch(output, began))
         if len(self._pending) > self._lag or (output.is_empty and self._pending):
             updates += self._update()
+        elif output.is_empty and not updates:
+            time.sleep(IDLE_S)  # a static batch is waiting to fill
         self._last_stats = self._make_stats()
         return updates
 
     def _dispatch(self, output: SchedulerOutput, began: float) -> _Pending:
-        sizes = self.runner.sizes(len(output.decodes), output.num_chunk_tokens, len(output.samples))
+        num_decodes = len(output.decodes)
+        if num_decodes and self.config.batching == "static":
+            num_decodes = max(num_decodes, output.num_slots_held)  # ended members still compute
+        sizes = self.runner.sizes(num_decodes, output.num_chunk_tokens, len(output.samples))
         batch = make_batch(
             output,
             self.scheduler.rows,
@@ -279,28 +317,28 @@ class Engine:
             num_sample_rows=sizes.samples,
         )
         self._compile_missing(output, sizes)
-        for group in sorted({copy.group for copy in output.copies}):
-            pairs = [(c.source, c.target) for c in output.copies if c.group == group]
-            self.runner.copy_blocks(group, pairs)
-        tokens = self.runner.execute(batch, sizes)
+        self.runner.move_blocks(output.moves)
+        tokens = self.runner.execute(batch, sizes) if output.num_tokens else None
         record = record_step(
             self.scheduler,
             output,
             num_padded_tokens=sizes.decodes + sizes.chunk_tokens - output.num_tokens,
         )
-        self.records.append(record)
-        self._totals.add([record])
-        return _Pending(output, tokens, sizes, time.perf_counter() - began)
+        return _Pending(output, tokens, record, time.perf_counter() - began)
 
     def _update(self) -> list[SequenceUpdate]:
-        output, tokens, _, host_s = self._pending.popleft()
+        output, tokens, record, host_s = self._pending.popleft()
         began = time.perf_counter()
         sampled = [] if tokens is None else np.asarray(tokens)[: len(output.samples)].tolist()
         waited = time.perf_counter()
         updates = self.scheduler.update(output, sampled)
         self._num_generation_tokens += sum(u.token_id is not None for u in updates)
-        self._totals.device_s += waited - began
-        self._totals.host_s += host_s + time.perf_counter() - waited
+        host_s += time.perf_counter() - waited
+        record = dataclasses.replace(record, host_s=host_s, device_s=waited - began)
+        self.records.append(record)
+        self._totals.add(record)
+        if self._step_log is not None:
+            self._step_log.update(output, sampled, record)
         return updates
 
     # -- compiling --------------------------------------------------------------------------
@@ -324,12 +362,7 @@ class Engine:
 
     def _compile_missing(self, output: SchedulerOutput, sizes: StepSizes) -> None:
         """Say which programs this step compiles: in service it would look like a hang."""
-        needed = [Program("backbone", (sizes.decodes, sizes.chunk_tokens))]
-        if sizes.samples:
-            needed.append(Program("sample", (sizes.samples,)))
-        for group in sorted({copy.group for copy in output.copies}):
-            needed.append(Program("copy", (group, self.config.max_num_seqs)))
-        for program in needed:
+        for program in self.runner.programs_of(output.moves, sizes):
             if self.runner.is_compiled(program):
                 continue
             if self._warm:
@@ -373,5 +406,17 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Give up listening for compilations. The engine is not used afterwards."""
+        """Close the step log and give up listening for compilations. Nothing runs afterwards."""
         self._compile_counter.close()
+        if self._step_log is not None:
+            self._step_log.close()
+
+
+def _open_step_log(config: EngineConfig, scheduler_config: SchedulerConfig) -> StepLog | None:
+    if config.step_log is None:
+        return None
+    try:
+        file = Path(config.step_log).open("w")  # noqa: SIM115 - the log owns it
+    except OSError as error:
+        raise ConfigError(f"step_log={config.step_log!r}: {error.strerror}") from error
+    return StepLog(file, scheduler_config, config.scheduling_policy)

@@ -18,11 +18,19 @@ import numpy as np
 from jax.sharding import Mesh
 
 from paged_jax.attention import PagedAttend
+from paged_jax.host_blocks import PARCEL_SIZES, HostBlocks, Parcel, split_into_parcels
 from paged_jax.models import ServedModel
 from paged_jax.sampling import sample
-from paged_jax.sharding import replicated
-from pallas_kernels import Backend, KVPool, KVSpec, copy_blocks
-from scheduler import AttentionMetadata, Batch, Buckets, SamplingMetadata
+from paged_jax.sharding import on_host, replicated
+from pallas_kernels import Backend, KVPool, KVSpec, copy_blocks, read_blocks, write_blocks
+from scheduler import (
+    AttentionMetadata,
+    Batch,
+    BlockCopy,
+    BlockMoves,
+    Buckets,
+    SamplingMetadata,
+)
 
 __all__ = ["DeviceState", "ModelRunner", "Program"]
 
@@ -35,7 +43,9 @@ class DeviceState(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A compiled size. `kind` is `backbone` (D, C), `sample` (R,) or `copy` (group, M)."""
+    """A compiled size: `backbone` (D, C), `sample` (R,), or one that moves M blocks of a group:
+    `copy`, `swap_out`, `swap_in` (group, M).
+    """
 
     kind: str
     size: tuple[int, ...]
@@ -45,7 +55,7 @@ class Program(NamedTuple):
             return f"step of {self.size[0]} decode rows and {self.size[1]} prefill tokens"
         if self.kind == "sample":
             return f"sampler of {self.size[0]} rows"
-        return f"copy of {self.size[1]} blocks in group {self.size[0]}"
+        return f"{self.kind} of {self.size[1]} blocks in group {self.size[0]}"
 
 
 class StepSizes(NamedTuple):
@@ -59,7 +69,8 @@ class StepSizes(NamedTuple):
 class ModelRunner:
     """Owns the device state; the engine's thread is its only caller.
 
-    `specs[g]` is the pool of block group g, `layer_slots[layer]` says where a layer lives.
+    `specs[g]` is the pool of block group g, `layer_slots[layer]` says where a layer lives. With
+    `swaps`, blocks can go to the host and come back.
     """
 
     def __init__(
@@ -74,6 +85,7 @@ class ModelRunner:
         table_width: int,
         max_num_seqs: int,
         max_num_chunks: int,
+        swaps: bool = False,
     ):
         self.model = model
         self.backend = backend
@@ -85,6 +97,9 @@ class ModelRunner:
         self._max_num_seqs = max_num_seqs
         self._sharding = replicated(mesh)
         self._params = jax.device_put(model.params, self._sharding)
+        self._host_sharding = on_host(mesh)
+        self._swaps = swaps
+        self._host_blocks = HostBlocks()
         self._compiled: dict[Program, Callable] = {}
         self._state: DeviceState | None = None
 
@@ -124,6 +139,21 @@ class ModelRunner:
             yield Program("sample", (rows,))
         for group in range(len(self.specs)):
             yield Program("copy", (group, self._max_num_seqs))
+            for num_blocks in PARCEL_SIZES if self._swaps else ():
+                yield Program("swap_out", (group, num_blocks))
+                yield Program("swap_in", (group, num_blocks))
+
+    def programs_of(self, moves: BlockMoves, sizes: StepSizes) -> Iterator[Program]:
+        """Those that one step needs."""
+        for copy in moves.copies:
+            yield Program("copy", (copy.group, self._max_num_seqs))
+        for kind, swaps in (("swap_out", moves.swap_outs), ("swap_in", moves.swap_ins)):
+            for group in {swap.group for swap in swaps}:
+                yield from (Program(kind, (group, size)) for size in PARCEL_SIZES)
+        if sizes.decodes or sizes.chunk_tokens:
+            yield Program("backbone", (sizes.decodes, sizes.chunk_tokens))
+        if sizes.samples:
+            yield Program("sample", (sizes.samples,))
 
     def largest_programs(self) -> tuple[Program, Program]:
         """Those with the most temporaries: the longest chunk, and the sampler of every row."""
@@ -133,7 +163,9 @@ class ModelRunner:
         )
 
     def sizes(self, num_decodes: int, num_chunk_tokens: int, num_samples: int) -> StepSizes:
-        """The padded sizes that a step of these needs; R is 0 if nothing samples."""
+        """The padded sizes that a step of these needs; 0 for what it has none of."""
+        if not num_decodes and not num_chunk_tokens:
+            return StepSizes(0, 0, 0)
         decodes, chunk_tokens = self.buckets.pick(num_decodes, num_chunk_tokens)
         samples = self.buckets.pick_samples(num_samples) if num_samples else 0
         return StepSizes(decodes, chunk_tokens, samples)
@@ -167,7 +199,11 @@ class ModelRunner:
             return self._lower_backbone(*program.size)
         if program.kind == "sample":
             return self._lower_sample(*program.size)
-        return self._lower_copy(*program.size)
+        if program.kind == "copy":
+            return self._lower_copy(*program.size)
+        if program.kind == "swap_out":
+            return self._lower_swap_out(*program.size)
+        return self._lower_swap_in(*program.size)
 
     def _abstract(self, tree: Any) -> Any:
         return jax.tree.map(
@@ -265,6 +301,28 @@ class ModelRunner:
         )
         return copy.lower(pool, ids, ids)
 
+    def _lower_swap_out(self, group: int, size: int) -> Any:
+        ids = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._sharding)
+        swap_out = jax.jit(
+            lambda pool, ids: read_blocks(pool, ids, backend=self.backend),
+            out_shardings=self._host_sharding,
+        )
+        return swap_out.lower(self._abstract_pools()[group], ids)
+
+    def _lower_swap_in(self, group: int, size: int) -> Any:
+        pool = self._abstract_pools()[group]
+        ids = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._sharding)
+        values = jax.eval_shape(lambda p, i: read_blocks(p, i, backend=self.backend), pool, ids)
+        on_host = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._host_sharding), values
+        )
+
+        def swap_in(pool, values, ids):
+            values = jax.device_put(values, self._sharding)
+            return write_blocks(pool, ids, values, backend=self.backend)
+
+        return jax.jit(swap_in, donate_argnums=0).lower(pool, on_host, ids)
+
     def _hidden_dtype(self) -> Any:
         tokens = jax.ShapeDtypeStruct((8,), jnp.int32)
         hidden = jax.eval_shape(
@@ -274,15 +332,43 @@ class ModelRunner:
 
     # -- a step -----------------------------------------------------------------------------
 
-    def copy_blocks(self, group: int, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (source, target) in every layer of a group, before the next `execute`."""
-        program = Program("copy", (group, self._max_num_seqs))
-        pairs = np.zeros((2, self._max_num_seqs), np.int32)
-        pairs[:, : len(copies)] = np.asarray(copies, np.int32).T
-        copy = self.compile(program)
+    def move_blocks(self, moves: BlockMoves) -> None:
+        """Dispatch the copies that come before a step: to the host, from the host, on the device.
+
+        The device runs them in this order, and before the step that follows.
+        """
+        for group in range(len(self.specs)):
+            self._swap_out(group, _pairs(group, moves.swap_outs))
+            self._swap_in(group, _pairs(group, moves.swap_ins))
+            self._copy(group, _pairs(group, moves.copies))
+
+    def _swap_out(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        for parcel in split_into_parcels(pairs):
+            size = PARCEL_SIZES[-1] if len(parcel) > 1 else 1
+            ids = np.zeros(size, np.int32)
+            ids[: len(parcel)] = [block_id for block_id, _ in parcel]
+            swap_out = self.compile(Program("swap_out", (group, size)))
+            assert self._state is not None
+            arrays = swap_out(self._state.pools[group], ids)
+            self._host_blocks.put(group, [host_id for _, host_id in parcel], Parcel(arrays))
+
+    def _swap_in(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        for parcel, targets in self._host_blocks.find(group, pairs):
+            swap_in = self.compile(Program("swap_in", (group, len(targets))))
+            self._change_pool(group, swap_in, parcel.arrays, np.asarray(targets, np.int32))
+
+    def _copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        if not pairs:
+            return
+        sources, targets = np.zeros((2, self._max_num_seqs), np.int32)
+        sources[: len(pairs)], targets[: len(pairs)] = zip(*pairs, strict=True)
+        copy = self.compile(Program("copy", (group, self._max_num_seqs)))
+        self._change_pool(group, copy, sources, targets)
+
+    def _change_pool(self, group: int, change: Callable[..., KVPool], *args: Any) -> None:
         pools, last_tokens = self._take_state()
-        copied = copy(pools[group], pairs[0].copy(), pairs[1].copy())
-        self._state = DeviceState((*pools[:group], copied, *pools[group + 1 :]), last_tokens)
+        changed = change(pools[group], *args)
+        self._state = DeviceState((*pools[:group], changed, *pools[group + 1 :]), last_tokens)
 
     def execute(self, batch: Batch, sizes: StepSizes) -> jax.Array | None:
         """Dispatch a step. Its tokens i32[R] stay on the device; None if nothing samples."""
@@ -322,6 +408,10 @@ class _BackboneInputs(NamedTuple):
     rows: Any
     logits_indices: Any
     attn: AttentionMetadata
+
+
+def _pairs(group: int, copies: Sequence[BlockCopy]) -> list[tuple[int, int]]:
+    return [(copy.source, copy.target) for copy in copies if copy.group == group]
 
 
 def _attend_shapes(q, k, v, **_):

@@ -1,6 +1,5 @@
 """From a model, a configuration and a device to the sizes that the engine works with."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,10 +39,17 @@ class Plan:
     buckets: Buckets
     table_width: int
 
-    def scheduler_config(self, config: EngineConfig, num_blocks: Sequence[int]) -> SchedulerConfig:
+    def scheduler_config(self, config: EngineConfig, runner: ModelRunner) -> SchedulerConfig:
+        num_blocks = tuple(spec.num_blocks for spec in runner.specs)
         return SchedulerConfig(
             block_size=config.block_size,
-            num_blocks=tuple(num_blocks),
+            num_blocks=num_blocks,
+            num_host_blocks=_num_host_blocks(config, runner),
+            preemption=config.preemption_mode,
+            kv_offload=config.kv_offload,
+            prefill=config.prefill,
+            batching=config.batching,
+            allocation=config.allocation,
             max_model_len=self.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -126,6 +132,7 @@ def size_runner(
             table_width=plan.table_width,
             max_num_seqs=config.max_num_seqs,
             max_num_chunks=MAX_NUM_CHUNKS,
+            swaps=_uses_host(config),
         )
 
     if config.num_blocks is not None:
@@ -151,6 +158,23 @@ def size_runner(
         + (f", temporaries {temporary_bytes / GIB:.2f} GiB" if temporary_bytes else "")
     )
     return runner if num_blocks == most else build(int(num_blocks))
+
+
+def _uses_host(config: EngineConfig) -> bool:
+    return config.kv_offload or config.preemption_mode == "swap"
+
+
+def _num_host_blocks(config: EngineConfig, runner: ModelRunner) -> tuple[int, ...]:
+    """Blocks of each group in host memory, the null block included; none if nothing goes there."""
+    if not _uses_host(config):
+        return ()
+    num_blocks = int(config.swap_space * GIB) // runner.num_block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"swap_space={config.swap_space} GiB holds no block: one takes "
+            f"{runner.num_block_bytes / GIB:.4f} GiB"
+        )
+    return (num_blocks + 1,) * len(runner.specs)
 
 
 def _kv_bytes(config: EngineConfig, device: jax.Device) -> int:

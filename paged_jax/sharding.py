@@ -5,7 +5,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from paged_jax.errors import ConfigError
 
-__all__ = ["choose_device", "make_mesh", "replicated"]
+__all__ = ["choose_device", "make_mesh", "on_host", "replicated"]
 
 
 def choose_device(kind: str) -> jax.Device:
@@ -27,3 +27,8 @@ def make_mesh(device: jax.Device) -> Mesh:
 
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
+
+
+def on_host(mesh: Mesh) -> NamedSharding:
+    """In the memory of the devices' host that they can reach by themselves."""
+    return NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")

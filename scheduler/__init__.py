@@ -5,21 +5,31 @@ from scheduler.block_pool import BlockPool
 from scheduler.buckets import Buckets, make_buckets
 from scheduler.config import SchedulerConfig
 from scheduler.errors import RequestError
-from scheduler.output import Scheduled, SchedulerOutput, SequenceUpdate
+from scheduler.output import (
+    BlockCopy,
+    BlockMoves,
+    Scheduled,
+    SchedulerOutput,
+    SequenceUpdate,
+)
 from scheduler.policy import ORDER_POLICIES, OrderPolicy
 from scheduler.request import FinishReason, Request, Sequence, Status, derive_seed
 from scheduler.sampling_params import SamplingParams
 from scheduler.scheduler import Scheduler
+from scheduler.step_log import ReplayError, StepLog, replay
 from scheduler.step_record import StepRecord, StepTotals, record_step
 
 __all__ = [
     "ORDER_POLICIES",
     "AttentionMetadata",
     "Batch",
+    "BlockCopy",
+    "BlockMoves",
     "BlockPool",
     "Buckets",
     "FinishReason",
     "OrderPolicy",
+    "ReplayError",
     "Request",
     "RequestError",
     "SamplingMetadata",
@@ -31,10 +41,12 @@ __all__ = [
     "Sequence",
     "SequenceUpdate",
     "Status",
+    "StepLog",
     "StepRecord",
     "StepTotals",
     "derive_seed",
     "make_batch",
     "make_buckets",
     "record_step",
+    "replay",
 ]

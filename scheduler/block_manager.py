@@ -301,7 +301,9 @@ class BlockManager:
         sequence.host_blocks = []
         sequence.num_computed_tokens = found.num_tokens
         sequence.capacity = len(found.blocks[0]) * self.config.block_size
-        on_device = (not any(on_host for on_host, _ in column) for column in zip(*found.blocks))
+        on_device = (
+            not any(on_host for on_host, _ in column) for column in zip(*found.blocks, strict=True)
+        )
         num_full = found.num_tokens // self.config.block_size
         sequence.num_registered = min(num_full, _count_leading_true(on_device))
 

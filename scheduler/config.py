@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-
 CHOICES = {
     "preemption": ("recompute", "swap"),
     "prefill": ("mixed", "dedicated"),

@@ -52,7 +52,7 @@ class SchedulerOutput:
     decodes: tuple[Scheduled, ...]
     chunks: tuple[Scheduled, ...]
     samples: tuple[Sampled, ...]
-    moves: BlockMoves = BlockMoves()
+    moves: BlockMoves
     preempted: tuple[Sequence, ...] = ()
     num_slots_held: int = 0  # rows that a static batch keeps until its longest member ends
 

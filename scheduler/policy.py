@@ -75,7 +75,7 @@ class FairByTenant:
         self._end_of_tenant = {t: end for t, end in ends.items() if end > self._now}
 
 
-ORDER_POLICIES = {
+ORDER_POLICIES: dict[str, type[OrderPolicy]] = {
     "fcfs": FirstComeFirstServed,
     "priority": ByPriority,
     "shortest": ShortestFirst,

@@ -44,7 +44,7 @@ class PrefixWaiters:
 
     def settle(self, sequence: Sequence, digests: Iterable[bytes]) -> list[Sequence]:
         """These blocks of the sequence are computed, or it stopped: who waited for them."""
-        woken = []
+        woken: list[Sequence] = []
         for digest in digests:
             if self._computing.get(digest) is sequence:
                 del self._computing[digest]

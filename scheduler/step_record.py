@@ -1,6 +1,5 @@
 """What one step did, as a frozen value: the operator's metrics and replays read these."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scheduler.output import SchedulerOutput
@@ -31,6 +30,8 @@ class StepRecord:
     wasted_tokens: int
     num_preempted: int
     num_copies: int
+    num_swap_outs: int
+    num_swap_ins: int
     host_s: float = 0.0
     device_s: float = 0.0
 
@@ -75,7 +76,9 @@ def record_step(
         capacity_tokens=capacity,
         wasted_tokens=capacity - used,
         num_preempted=len(output.preempted),
-        num_copies=len(output.copies),
+        num_copies=len(output.moves.copies),
+        num_swap_outs=len(output.moves.swap_outs),
+        num_swap_ins=len(output.moves.swap_ins),
         host_s=host_s,
         device_s=device_s,
     )
@@ -94,16 +97,15 @@ class StepTotals:
         self._occupancy = 0.0
         self._block_utilization = 0.0
 
-    def add(self, records: Iterable[StepRecord]) -> None:
-        for record in records:
-            self.num_steps += 1
-            self.num_tokens += record.num_tokens
-            self.num_padded_tokens += record.num_padded_tokens
-            self.num_preempted += record.num_preempted
-            self.host_s += record.host_s
-            self.device_s += record.device_s
-            self._occupancy += record.occupancy
-            self._block_utilization += record.block_utilization
+    def add(self, record: StepRecord) -> None:
+        self.num_steps += 1
+        self.num_tokens += record.num_tokens
+        self.num_padded_tokens += record.num_padded_tokens
+        self.num_preempted += record.num_preempted
+        self.host_s += record.host_s
+        self.device_s += record.device_s
+        self._occupancy += record.occupancy
+        self._block_utilization += record.block_utilization
 
     @property
     def mean_occupancy(self) -> float:
