@@ -67,24 +67,8 @@ class XlaBackend:
         layer: int | Int[Array, ""],
         decode_rows: int,
     ) -> Float[Array, "T H D"]:
-        tables = attn.block_tables
-        decodes = attend_decodes(
-            q[:decode_rows],
-            pool,
-            tables[:decode_rows],
-            attn.seq_lens[:decode_rows],
-            scoring,
-            layer=layer,
-        )
-        prefills = attend_prefills(
-            q[decode_rows:],
-            pool,
-            tables[decode_rows:],
-            attn.seq_lens[decode_rows:],
-            attn.query_start_loc[decode_rows:] - decode_rows,
-            scoring,
-            layer=layer,
-        )
+        decodes = attend_decodes(q[:decode_rows], pool, attn, scoring, layer=layer)
+        prefills = attend_prefills(q[decode_rows:], pool, attn, scoring, layer=layer)
         return jnp.concatenate([decodes, prefills])
 
     def copy_blocks(self, pool: KVPool, src: Int[Array, " M"], dst: Int[Array, " M"]) -> KVPool:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.metadata import GroupMetadata
 from pallas_kernels.pool import KVPool
 from pallas_kernels.scoring import Scoring
 from pallas_kernels.xla_tiles import attend_tile
@@ -19,16 +20,16 @@ QUERY_TILE_LEN = 64
 def attend_decodes(
     q: Float[Array, "R H D"],
     pool: KVPool,
-    block_tables: Int[Array, "R B"],
-    seq_lens: Int[Array, " R"],
+    attn: GroupMetadata,
     scoring: Scoring,
     *,
     layer: int | Int[Array, ""],
 ) -> Float[Array, "R H D"]:
-    """One query a row, at the row's last position; a few rows of similar length at a time."""
+    """The queries of the first R rows, one each; a few rows of similar length at a time."""
     num_rows = q.shape[0]
     if num_rows == 0:
         return q
+    seq_lens = attn.seq_lens[:num_rows]
     group = min(DECODE_GROUP, num_rows)
     # Longest first: rows of a group end together, and padding rows come last, where no group
     # is run. The last group is filled up with copies of row 0 that see nothing.
@@ -43,7 +44,7 @@ def attend_decodes(
         part = attend_tile(
             q[rows][:, None],
             pool,
-            block_tables,
+            attn.block_tables,
             rows,
             at[:, None],
             scoring,
@@ -60,19 +61,20 @@ def attend_decodes(
 def attend_prefills(
     q: Float[Array, "C H D"],
     pool: KVPool,
-    block_tables: Int[Array, "R B"],
-    seq_lens: Int[Array, " R"],
-    query_start_loc: Int[Array, " R_plus_1"],
+    attn: GroupMetadata,
     scoring: Scoring,
     *,
     layer: int | Int[Array, ""],
 ) -> Float[Array, "C H D"]:
-    """Ragged queries: row r owns tokens `query_start_loc[r]` to `query_start_loc[r + 1] - 1`."""
+    """The queries of the rows after the one-token rows: all but the first T - C tokens."""
     num_tokens = q.shape[0]
     if num_tokens == 0:
         return q
+    decode_rows = attn.slot_mapping.shape[0] - num_tokens
+    starts = attn.query_start_loc[decode_rows:] - decode_rows
+    seq_lens = attn.seq_lens[decode_rows:]
     tile_len = min(QUERY_TILE_LEN, num_tokens)
-    query_lens = jnp.where(seq_lens > 0, query_start_loc[1:] - query_start_loc[:-1], 0)
+    query_lens = jnp.where(seq_lens > 0, starts[1:] - starts[:-1], 0)
     tiles_end = jnp.cumsum((query_lens + tile_len - 1) // tile_len)
     queries = jnp.pad(q, ((0, tile_len), (0, 0), (0, 0)))
     lane = jnp.arange(tile_len, dtype=jnp.int32)
@@ -83,12 +85,12 @@ def attend_prefills(
         first = (tile - (tiles_end[row] - num_tiles)) * tile_len
         at = seq_lens[row] - query_lens[row] + first + lane
         at = jnp.where(at < seq_lens[row], at, -1)
-        start = query_start_loc[row] + first
+        start = starts[row] + first
         part = attend_tile(
             lax.dynamic_slice_in_dim(queries, start, tile_len)[None],
             pool,
-            block_tables,
-            row[None],
+            attn.block_tables,
+            row[None] + decode_rows,
             at[None],
             scoring,
             layer=layer,
