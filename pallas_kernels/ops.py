@@ -32,7 +32,7 @@ def write_kv(
     """
     validate.check_write(k, v, pool, attn, layer=layer, group=group)
     slots = of_group(attn, group).slot_mapping
-    return backend.write_kv(pool, k, v, slots, layer=layer)
+    return backend.write_kv(pool, k, v, slots, layer=jnp.asarray(layer, jnp.int32))
 
 
 def paged_attention(
@@ -86,7 +86,12 @@ def paged_attention(
         v_scale=_per_kv_head(v_scale, num_kv_heads),
     )
     return backend.paged_attention(
-        q, pool, of_group(attn, group), scoring, layer=layer, decode_rows=decode_rows
+        q,
+        pool,
+        of_group(attn, group),
+        scoring,
+        layer=jnp.asarray(layer, jnp.int32),
+        decode_rows=decode_rows,
     )
 
 

@@ -84,7 +84,7 @@ def zeros_pool(layout: PoolLayout, spec: KVSpec) -> KVPool:
 
 
 def block_in_range(
-    spec: KVSpec, layer: int | Int[Array, ""], block_ids: Int[Array, "..."]
+    spec: KVSpec, layer: Int[Array, ""], block_ids: Int[Array, "..."]
 ) -> Int[Array, "..."]:
     """Index along axis 0 of a block in a layer, or `num_layers * num_blocks`, which is past the
     end, if the layer or the block does not exist.
@@ -92,7 +92,6 @@ def block_in_range(
     Never negative and never another layer's block, so that a scatter with `mode="drop"` drops it
     and a gather with `mode="fill"` fills it.
     """
-    layer = jnp.asarray(layer, jnp.int32)
     exists = (block_ids >= 0) & (block_ids < spec.num_blocks)
     exists &= (layer >= 0) & (layer < spec.num_layers)
     # An absent block must not enter the product: the sum could wrap around int32.

@@ -44,7 +44,7 @@ class ReferenceBackend:
         v: Float[Array, "T K D"],
         slots: Int[Array, " T"],
         *,
-        layer: int | Int[Array, ""],
+        layer: Int[Array, ""],
     ) -> KVPool:
         block = block_in_range(pool.spec, layer, slots // pool.spec.block_size)
         offset = slots % pool.spec.block_size
@@ -61,7 +61,7 @@ class ReferenceBackend:
         attn: GroupMetadata,
         scoring: Scoring,
         *,
-        layer: int | Int[Array, ""],
+        layer: Int[Array, ""],
         decode_rows: int,
     ) -> Float[Array, "T H D"]:
         tokens = jnp.arange(q.shape[0], dtype=jnp.int32)
@@ -90,7 +90,7 @@ class ReferenceBackend:
 
 
 def _gather(
-    pool: KVPool, layer: int | Int[Array, ""], block_table: Int[Array, " B"]
+    pool: KVPool, layer: Int[Array, ""], block_table: Int[Array, " B"]
 ) -> tuple[Float[Array, "J K D"], Float[Array, "J K D"], Bool[Array, " J"]]:
     """All the row's slots in order: keys and values `[B*b, K, D]` in float32, and which exist."""
     spec = pool.spec

@@ -33,7 +33,7 @@ class Backend(Protocol):
         v: Float[Array, "T K D"],
         slots: Int[Array, " T"],
         *,
-        layer: int | Int[Array, ""],
+        layer: Int[Array, ""],
     ) -> KVPool: ...
 
     def paged_attention(
@@ -43,7 +43,7 @@ class Backend(Protocol):
         attn: GroupMetadata,
         scoring: Scoring,
         *,
-        layer: int | Int[Array, ""],
+        layer: Int[Array, ""],
         decode_rows: int,
     ) -> Float[Array, "T H D"]: ...
 

@@ -47,7 +47,7 @@ class XlaBackend:
         v: Float[Array, "T K D"],
         slots: Int[Array, " T"],
         *,
-        layer: int | Int[Array, ""],
+        layer: Int[Array, ""],
     ) -> KVPool:
         block = block_in_range(pool.spec, layer, slots // pool.spec.block_size)
         offset = slots % pool.spec.block_size
@@ -64,7 +64,7 @@ class XlaBackend:
         attn: GroupMetadata,
         scoring: Scoring,
         *,
-        layer: int | Int[Array, ""],
+        layer: Int[Array, ""],
         decode_rows: int,
     ) -> Float[Array, "T H D"]:
         decodes = attend_decodes(q[:decode_rows], pool, attn, scoring, layer=layer)

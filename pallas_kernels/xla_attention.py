@@ -23,7 +23,7 @@ def attend_decodes(
     attn: GroupMetadata,
     scoring: Scoring,
     *,
-    layer: int | Int[Array, ""],
+    layer: Int[Array, ""],
 ) -> Float[Array, "R H D"]:
     """The queries of the first R rows, one each; a few rows of similar length at a time."""
     num_rows = q.shape[0]
@@ -64,7 +64,7 @@ def attend_prefills(
     attn: GroupMetadata,
     scoring: Scoring,
     *,
-    layer: int | Int[Array, ""],
+    layer: Int[Array, ""],
 ) -> Float[Array, "C H D"]:
     """The queries of the rows after the one-token rows: all but the first T - C tokens."""
     num_tokens = q.shape[0]

@@ -20,7 +20,7 @@ def attend_tile(
     position: Int[Array, "R Q"],
     scoring: Scoring,
     *,
-    layer: int | Int[Array, ""],
+    layer: Int[Array, ""],
 ) -> Float[Array, "R Q H D"]:
     """Q queries of each of R rows, in float32; a query with a negative position gives 0.
 
@@ -120,7 +120,7 @@ def _tile_blocks(
     block_tables: Int[Array, "S B"],
     rows: Int[Array, " R"],
     column: Int[Array, " t"],
-    layer: int | Int[Array, ""],
+    layer: Int[Array, ""],
 ) -> tuple[Int[Array, "R t"], Bool[Array, "R t"]]:
     """Where these columns of the rows' tables lie in the pool, and which of them exist."""
     table_width = block_tables.shape[1]
