@@ -180,7 +180,10 @@ class AsyncEngine:
                     continue
                 if output.finish_reason is not None and update.finish_reason is None:
                     self._abort(engine_id, output.index)
-                yield response.delta(output)
+                if response.streams:
+                    yield response.delta(output)
+                elif response.finished:
+                    yield response.whole()
         finally:
             del self._streams[engine_id]
             self._stream_ended.set()

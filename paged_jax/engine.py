@@ -23,10 +23,12 @@ from paged_jax.config import EngineConfig
 from paged_jax.errors import ConfigError, RequestError
 from paged_jax.generation_config import read_generation_config
 from paged_jax.hub import resolve_model
-from paged_jax.model_runner import StepSizes
+from paged_jax.model_runner import StepResult, StepSizes
 from paged_jax.models import ServedModel, load_model
+from paged_jax.outputs import TokenLogprob
 from paged_jax.plan import choose_dtype, make_plan, size_runner
 from paged_jax.progress import ConsoleProgress, Progress
+from paged_jax.sampling import Logprobs
 from paged_jax.sharding import choose_device
 from paged_jax.tokenizer import Tokenizer, load_tokenizer
 from scheduler import (
@@ -96,10 +98,10 @@ class EngineStats:
 
 
 class _Pending(NamedTuple):
-    """A dispatched step whose tokens are still on the device."""
+    """A dispatched step whose result is still on the device."""
 
     output: SchedulerOutput
-    tokens: jax.Array | None
+    result: StepResult | None
     record: StepRecord
     host_s: float
 
@@ -306,7 +308,12 @@ class Engine:
         num_decodes = len(output.decodes)
         if num_decodes and self.config.batching == "static":
             num_decodes = max(num_decodes, output.num_slots_held)  # ended members still compute
-        sizes = self.runner.sizes(num_decodes, output.num_chunk_tokens, len(output.samples))
+        sizes = self.runner.sizes(
+            num_decodes,
+            output.num_chunk_tokens,
+            len(output.samples),
+            logprobs=any(s.sequence.request.params.needs_logprobs for s in output.samples),
+        )
         batch = make_batch(
             output,
             self.scheduler.rows,
@@ -318,20 +325,23 @@ class Engine:
         )
         self._compile_missing(output, sizes)
         self.runner.move_blocks(output.moves)
-        tokens = self.runner.execute(batch, sizes) if output.num_tokens else None
+        result = self.runner.execute(batch, sizes) if output.num_tokens else None
         record = record_step(
             self.scheduler,
             output,
             num_padded_tokens=sizes.decodes + sizes.chunk_tokens - output.num_tokens,
         )
-        return _Pending(output, tokens, record, time.perf_counter() - began)
+        return _Pending(output, result, record, time.perf_counter() - began)
 
     def _update(self) -> list[SequenceUpdate]:
-        output, tokens, record, host_s = self._pending.popleft()
+        output, result, record, host_s = self._pending.popleft()
         began = time.perf_counter()
-        sampled = [] if tokens is None else np.asarray(tokens)[: len(output.samples)].tolist()
+        count = len(output.samples)
+        sampled = [] if result is None else np.asarray(result.tokens)[:count].tolist()
         waited = time.perf_counter()
         updates = self.scheduler.update(output, sampled)
+        if result is not None and result.logprobs is not None:
+            updates = _with_logprobs(updates, output, result.logprobs)
         self._num_generation_tokens += sum(u.token_id is not None for u in updates)
         host_s += time.perf_counter() - waited
         record = dataclasses.replace(record, host_s=host_s, device_s=waited - began)
@@ -410,6 +420,24 @@ class Engine:
         self._compile_counter.close()
         if self._step_log is not None:
             self._step_log.close()
+
+
+def _with_logprobs(
+    updates: list[SequenceUpdate], output: SchedulerOutput, logprobs: Logprobs
+) -> list[SequenceUpdate]:
+    """Add to each update what its request asked for."""
+    chosen, top_ids, top = (np.asarray(x) for x in logprobs)
+    row_of = {sampled.sequence: i for i, sampled in enumerate(output.samples)}
+    added = []
+    for update in updates:
+        params = update.sequence.request.params
+        if params.needs_logprobs and update.token_id is not None:
+            i, n = row_of[update.sequence], params.logprobs or 0
+            best = dict(zip(top_ids[i, :n].tolist(), top[i, :n].tolist(), strict=True))
+            entry = TokenLogprob(update.token_id, float(chosen[i]), best)
+            update = update._replace(logprobs=entry)
+        added.append(update)
+    return added
 
 
 def _open_step_log(config: EngineConfig, scheduler_config: SchedulerConfig) -> StepLog | None:

@@ -1,12 +1,14 @@
 """The engine called from Python, offline: prompts in, results out, in the prompts' order."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
+from paged_jax.beam_search import Beam, BeamSearch, BeamSearchOutput, BeamSearchParams
 from paged_jax.config import EngineConfig
 from paged_jax.engine import Engine, EngineStats
 from paged_jax.errors import RequestError
-from paged_jax.outputs import RequestOutput
+from paged_jax.outputs import RequestOutput, TokenLogprob
 from paged_jax.progress import ConsoleProgress, Progress, SilentProgress
 from paged_jax.prompts import Prompt, encode_prompt
 from paged_jax.response import Response
@@ -82,6 +84,48 @@ class LLM:
             text = self.tokenizer.apply_chat_template(conversation, **template)
             encoded.append((text, self.tokenizer.encode(text, add_special_tokens=False)))
         return self._run(encoded, sampling_params, use_progress)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+    ) -> list[BeamSearchOutput]:
+        """The most likely continuations of each prompt, best first.
+
+        Prompt and `max_tokens` together must fit the model; RequestError otherwise.
+        """
+        encoded = [encode_prompt(prompt, self.tokenizer) for prompt in _as_list(prompts)]
+        whole = SamplingParams(max_tokens=params.max_tokens)
+        for _, token_ids in encoded:
+            self.engine.check_request(token_ids, whole)
+        searches = [
+            BeamSearch(token_ids, params, eos_token_ids=self.engine.eos_token_ids)
+            for _, token_ids in encoded
+        ]
+        with self._progress.track("searching", params.max_tokens, unit="tokens") as advance:
+            while asked := [(s, ids) for s in searches for ids in s.pending()]:
+                self._advance(searches, asked)
+                advance(1)
+        return [
+            BeamSearchOutput(text, tuple(token_ids), tuple(map(self._with_text, search.best())))
+            for (text, token_ids), search in zip(encoded, searches, strict=True)
+        ]
+
+    def _advance(
+        self, searches: Sequence[BeamSearch], asked: Sequence[tuple[BeamSearch, tuple[int, ...]]]
+    ) -> None:
+        """One round: the next tokens of every live beam of every search, in one batch."""
+        params = searches[0].request_params
+        results = self._run([(None, ids) for _, ids in asked], params, use_progress=False)
+        answers: dict[BeamSearch, list[TokenLogprob]] = {search: [] for search, _ in asked}
+        for (search, _), result in zip(asked, results, strict=True):
+            assert result.outputs[0].logprobs is not None
+            answers[search] += result.outputs[0].logprobs
+        for search, tops in answers.items():
+            search.advance(tops)
+
+    def _with_text(self, beam: Beam) -> Beam:
+        if self.tokenizer is None:
+            return beam
+        return dataclasses.replace(beam, text=self.tokenizer.decode(beam.token_ids))
 
     def _run(
         self,

@@ -20,10 +20,11 @@ from jax.sharding import Mesh
 from paged_jax.attention import PagedAttend
 from paged_jax.host_blocks import PARCEL_SIZES, HostBlocks, Parcel, split_into_parcels
 from paged_jax.models import ServedModel
-from paged_jax.sampling import sample
+from paged_jax.sampling import Logprobs, logprobs_of, sample
 from paged_jax.sharding import on_host, replicated
 from pallas_kernels import Backend, KVPool, KVSpec, copy_blocks, read_blocks, write_blocks
 from scheduler import (
+    MAX_LOGPROBS,
     AttentionMetadata,
     Batch,
     BlockCopy,
@@ -32,7 +33,7 @@ from scheduler import (
     SamplingMetadata,
 )
 
-__all__ = ["DeviceState", "ModelRunner", "Program"]
+__all__ = ["DeviceState", "ModelRunner", "Program", "StepResult", "StepSizes"]
 
 
 class DeviceState(NamedTuple):
@@ -43,8 +44,8 @@ class DeviceState(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A compiled size: `backbone` (D, C), `sample` (R,), or one that moves M blocks of a group:
-    `copy`, `swap_out`, `swap_in` (group, M).
+    """A compiled size: `backbone` (D, C), `sample` or `sample_logprobs` (R,), or one that moves M
+    blocks of a group: `copy`, `swap_out`, `swap_in` (group, M).
     """
 
     kind: str
@@ -55,15 +56,32 @@ class Program(NamedTuple):
             return f"step of {self.size[0]} decode rows and {self.size[1]} prefill tokens"
         if self.kind == "sample":
             return f"sampler of {self.size[0]} rows"
+        if self.kind == "sample_logprobs":
+            return f"sampler of {self.size[0]} rows with log-probabilities"
         return f"{self.kind} of {self.size[1]} blocks in group {self.size[0]}"
 
 
 class StepSizes(NamedTuple):
-    """Padded sizes of one step: D decode rows, C chunk tokens, R sampled rows."""
+    """Padded sizes of one step: D decode rows, C chunk tokens, R sampled rows.
+
+    With `logprobs` the sampler also gives log-probabilities.
+    """
 
     decodes: int
     chunk_tokens: int
     samples: int
+    logprobs: bool = False
+
+    @property
+    def sampler(self) -> "Program":
+        return Program("sample_logprobs" if self.logprobs else "sample", (self.samples,))
+
+
+class StepResult(NamedTuple):
+    """What a dispatched step gives, still on the device."""
+
+    tokens: jax.Array  # i32[R]
+    logprobs: Logprobs | None
 
 
 class ModelRunner:
@@ -137,6 +155,7 @@ class ModelRunner:
             yield Program("backbone", size)
         for rows in reversed(self.buckets.samples):
             yield Program("sample", (rows,))
+            yield Program("sample_logprobs", (rows,))
         for group in range(len(self.specs)):
             yield Program("copy", (group, self._max_num_seqs))
             for num_blocks in PARCEL_SIZES if self._swaps else ():
@@ -153,7 +172,7 @@ class ModelRunner:
         if sizes.decodes or sizes.chunk_tokens:
             yield Program("backbone", (sizes.decodes, sizes.chunk_tokens))
         if sizes.samples:
-            yield Program("sample", (sizes.samples,))
+            yield sizes.sampler
 
     def largest_programs(self) -> tuple[Program, Program]:
         """Those with the most temporaries: the longest chunk, and the sampler of every row."""
@@ -162,13 +181,15 @@ class ModelRunner:
             Program("sample", (self.buckets.samples[-1],)),
         )
 
-    def sizes(self, num_decodes: int, num_chunk_tokens: int, num_samples: int) -> StepSizes:
+    def sizes(
+        self, num_decodes: int, num_chunk_tokens: int, num_samples: int, *, logprobs: bool = False
+    ) -> StepSizes:
         """The padded sizes that a step of these needs; 0 for what it has none of."""
         if not num_decodes and not num_chunk_tokens:
             return StepSizes(0, 0, 0)
         decodes, chunk_tokens = self.buckets.pick(num_decodes, num_chunk_tokens)
         samples = self.buckets.pick_samples(num_samples) if num_samples else 0
-        return StepSizes(decodes, chunk_tokens, samples)
+        return StepSizes(decodes, chunk_tokens, samples, logprobs)
 
     def is_compiled(self, program: Program) -> bool:
         return program in self._compiled
@@ -197,8 +218,9 @@ class ModelRunner:
     def _lower(self, program: Program) -> Any:
         if program.kind == "backbone":
             return self._lower_backbone(*program.size)
-        if program.kind == "sample":
-            return self._lower_sample(*program.size)
+        if program.kind in ("sample", "sample_logprobs"):
+            num_top = MAX_LOGPROBS if program.kind == "sample_logprobs" else 0
+            return self._lower_sample(program.size[0], num_top)
         if program.kind == "copy":
             return self._lower_copy(*program.size)
         if program.kind == "swap_out":
@@ -265,7 +287,7 @@ class ModelRunner:
             step,
         )
 
-    def _lower_sample(self, rows: int) -> Any:
+    def _lower_sample(self, rows: int, num_top: int) -> Any:
         def array(*shape: int, dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
 
@@ -282,7 +304,8 @@ class ModelRunner:
         def sampler(params, last_tokens, hidden, sampling, sample_rows):
             logits = self.model.logits(params, hidden[:rows])
             tokens = sample(logits, sampling)
-            return last_tokens.at[sample_rows].set(tokens), tokens
+            logprobs = logprobs_of(logits, tokens, num_top) if num_top else None
+            return last_tokens.at[sample_rows].set(tokens), StepResult(tokens, logprobs)
 
         return jax.jit(sampler, donate_argnums=1).lower(
             self._abstract(self._params),
@@ -370,8 +393,8 @@ class ModelRunner:
         changed = change(pools[group], *args)
         self._state = DeviceState((*pools[:group], changed, *pools[group + 1 :]), last_tokens)
 
-    def execute(self, batch: Batch, sizes: StepSizes) -> jax.Array | None:
-        """Dispatch a step. Its tokens i32[R] stay on the device; None if nothing samples."""
+    def execute(self, batch: Batch, sizes: StepSizes) -> StepResult | None:
+        """Dispatch a step. Its result stays on the device; None if nothing samples."""
         backbone = self.compile(Program("backbone", (sizes.decodes, sizes.chunk_tokens)))
         inputs = _BackboneInputs(
             batch.token_ids,
@@ -381,16 +404,16 @@ class ModelRunner:
             batch.logits_indices,
             batch.attn,
         )
-        sampler = self.compile(Program("sample", (sizes.samples,))) if sizes.samples else None
+        sampler = self.compile(sizes.sampler) if sizes.samples else None
         pools, last_tokens = self._take_state()
         pools, hidden = backbone(self._params, pools, last_tokens, inputs)
-        tokens = None
+        result = None
         if sampler is not None:
-            last_tokens, tokens = sampler(
+            last_tokens, result = sampler(
                 self._params, last_tokens, hidden, batch.sampling, batch.sample_rows
             )
         self._state = DeviceState(pools, last_tokens)
-        return tokens
+        return result
 
     def _take_state(self) -> DeviceState:
         """The state, to be donated: until its successor is stored there is none."""

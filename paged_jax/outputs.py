@@ -1,8 +1,21 @@
 """What a caller gets back: frozen values, text and tokens of each sample."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["CompletionOutput", "RequestOutput"]
+__all__ = ["CompletionOutput", "RequestOutput", "TokenLogprob"]
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural logarithm of a token's raw probability: before temperature and the like.
+
+    `top` holds as many of the most likely tokens as were asked for, most likely first.
+    """
+
+    token_id: int
+    logprob: float
+    top: Mapping[int, float]
 
 
 @dataclass(frozen=True)
@@ -11,6 +24,8 @@ class CompletionOutput:
 
     `finish_reason` is None while it runs, then `stop`, `length`, `abort` or `error`;
     `stop_reason` is the stop string or stop token id that ended it, None for end-of-sequence.
+    `logprobs` has an entry a token, where they were asked for; `cumulative_logprob` is the sum
+    over all tokens so far.
     """
 
     index: int
@@ -18,6 +33,8 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
 """A request's text and tokens as they come: between the engine's updates and the caller."""
 
+from collections.abc import Iterable
+from typing import cast
+
 from paged_jax.detokenizer import Detokenizer
-from paged_jax.outputs import CompletionOutput, RequestOutput
+from paged_jax.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from paged_jax.tokenizer import Tokenizer
 from scheduler import FinishReason, Request, SequenceUpdate
 
@@ -16,6 +19,8 @@ class _Sample:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+        self.logprobs: list[TokenLogprob] = []
+        self.cumulative_logprob = 0.0
 
 
 class Response:
@@ -35,7 +40,7 @@ class Response:
                 if tokenizer is None
                 else Detokenizer(tokenizer, params, request.prompt_token_ids)
             )
-            for _ in range(params.n)
+            for _ in range(params.num_samples)
         ]
 
     @property
@@ -53,11 +58,14 @@ class Response:
             return None
         new_ids = () if update.token_id is None else (update.token_id,)
         sample.token_ids += new_ids
+        new_logprobs = () if update.logprobs is None else (cast(TokenLogprob, update.logprobs),)
+        sample.logprobs += new_logprobs
+        sample.cumulative_logprob += sum(entry.logprob for entry in new_logprobs)
         text = self._text_of(sample, update)
         if sample.finish_reason is None and update.finish_reason is not None:
             sample.finish_reason = str(update.finish_reason)
             sample.stop_reason = update.stop_reason
-        return CompletionOutput(index, text, new_ids, sample.finish_reason, sample.stop_reason)
+        return self._output(index, sample, text, new_ids, new_logprobs)
 
     def _text_of(self, sample: _Sample, update: SequenceUpdate) -> str:
         detokenizer = sample.detokenizer
@@ -80,15 +88,29 @@ class Response:
             return False
         return not (params.include_stop_str_in_output and update.stop_reason is not None)
 
-    def end(self, reason: FinishReason) -> tuple[CompletionOutput, ...]:
-        """End what still runs, with the text held back until now."""
-        ended = []
-        for index, sample in enumerate(self._samples):
-            if sample.finish_reason is None:
-                sample.finish_reason = str(reason)
-                text = "" if sample.detokenizer is None else sample.detokenizer.finish()
-                ended.append(CompletionOutput(index, text, (), sample.finish_reason, None))
-        return tuple(ended)
+    def _output(
+        self,
+        index: int,
+        sample: _Sample,
+        text: str,
+        token_ids: Iterable[int],
+        logprobs: Iterable[TokenLogprob],
+    ) -> CompletionOutput:
+        params = self.request.params
+        return CompletionOutput(
+            index=index,
+            text=text,
+            token_ids=tuple(token_ids),
+            finish_reason=sample.finish_reason,
+            stop_reason=sample.stop_reason,
+            logprobs=None if params.logprobs is None else tuple(logprobs),
+            cumulative_logprob=sample.cumulative_logprob if params.needs_logprobs else None,
+        )
+
+    @property
+    def streams(self) -> bool:
+        """False while it cannot be known which samples will be returned."""
+        return self.request.params.num_samples == self.request.params.n
 
     def delta(self, *outputs: CompletionOutput) -> RequestOutput:
         """A `RequestOutput` of these new parts."""
@@ -102,16 +124,19 @@ class Response:
         )
 
     def whole(self) -> RequestOutput:
-        """A `RequestOutput` of everything so far."""
+        """A `RequestOutput` of everything so far: with `best_of`, of the most likely samples."""
+        samples = self._samples
+        if not self.streams:
+            samples = sorted(samples, key=lambda sample: -sample.cumulative_logprob)
         return self.delta(
             *(
-                CompletionOutput(
-                    index=index,
-                    text="" if sample.detokenizer is None else sample.detokenizer.text,
-                    token_ids=tuple(sample.token_ids),
-                    finish_reason=sample.finish_reason,
-                    stop_reason=sample.stop_reason,
+                self._output(
+                    index,
+                    sample,
+                    "" if sample.detokenizer is None else sample.detokenizer.text,
+                    sample.token_ids,
+                    sample.logprobs,
                 )
-                for index, sample in enumerate(self._samples)
+                for index, sample in enumerate(samples[: self.request.params.n])
             )
         )

@@ -5,14 +5,14 @@ thresholds are found by bisection over the bits of a float, exact in 32 rounds. 
 threshold go to the lower token ids.
 """
 
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-__all__ = ["Sampling", "sample"]
+__all__ = ["Logprobs", "Sampling", "logprobs_of", "sample"]
 
 MASS_TOLERANCE = 2e-6  # of a sum of float32 probabilities; 0.5 must count as reaching 0.5
 
@@ -27,6 +27,22 @@ class Sampling(Protocol):
     min_p: Float[Array, " R"]
     seeds: UInt[Array, "R 2"]
     positions: Int[Array, " R"]
+
+
+class Logprobs(NamedTuple):
+    """Natural logarithms of raw probabilities: of the logits as the model gave them."""
+
+    chosen: Float[Array, " R"]
+    top_ids: Int[Array, "R N"]  # most likely first, ties by id
+    top: Float[Array, "R N"]
+
+
+def logprobs_of(logits: Float[Array, "R V"], tokens: Int[Array, " R"], num_top: int) -> Logprobs:
+    """Log-probabilities of the tokens drawn, and of the `num_top` most likely ones."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    top, top_ids = lax.top_k(logprobs, min(num_top, logits.shape[1]))
+    chosen = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
+    return Logprobs(chosen, top_ids.astype(jnp.int32), top)
 
 
 def sample(logits: Float[Array, "R V"], sampling: Sampling) -> Int[Array, " R"]:

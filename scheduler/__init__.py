@@ -14,12 +14,13 @@ from scheduler.output import (
 )
 from scheduler.policy import ORDER_POLICIES, OrderPolicy
 from scheduler.request import FinishReason, Request, Sequence, Status, derive_seed
-from scheduler.sampling_params import SamplingParams
+from scheduler.sampling_params import MAX_LOGPROBS, SamplingParams
 from scheduler.scheduler import Scheduler
 from scheduler.step_log import ReplayError, StepLog, replay
 from scheduler.step_record import StepRecord, StepTotals, record_step
 
 __all__ = [
+    "MAX_LOGPROBS",
     "ORDER_POLICIES",
     "AttentionMetadata",
     "Batch",

@@ -72,13 +72,15 @@ class SchedulerOutput:
 class SequenceUpdate(NamedTuple):
     """What a finished step brought to a sequence: at most one token, and perhaps its end.
 
-    `stop_reason` is the stop token id when one of the request's own ended the sequence.
+    `stop_reason` is the stop token id when one of the request's own ended the sequence;
+    `logprobs` is what the engine adds for a request that asks for them.
     """
 
     sequence: Sequence
     token_id: int | None
     finish_reason: FinishReason | None
     stop_reason: int | None = None
+    logprobs: object = None
 
 
 @dataclass

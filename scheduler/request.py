@@ -68,7 +68,9 @@ class Request:
         self.salt = salt
         self.num_cached_tokens = 0
         self.order_key = (0.0, 0)
-        self.sequences = [Sequence(self, i, derive_seed(seed, i)) for i in range(params.n)]
+        self.sequences = [
+            Sequence(self, i, derive_seed(seed, i)) for i in range(params.num_samples)
+        ]
         for younger in self.sequences[1:]:
             younger.status = Status.FORKING
 

@@ -8,6 +8,7 @@ from typing import Any
 from scheduler.errors import RequestError
 
 MAX_NUM_SAMPLES = 128
+MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LEN = 1024
 MAX_STOP_TOKEN_IDS = 256
@@ -37,6 +38,9 @@ class SamplingParams:
     """Sampling fields under their usual names; a bad value raises `RequestError` naming it."""
 
     n: int = field(default=1, metadata={"doc": "samples of the prompt"})
+    best_of: int | None = field(
+        default=None, metadata={"doc": "samples to draw; the n most likely ones are returned"}
+    )
     temperature: float = field(
         default=1.0, metadata={"doc": "0 is greedy; otherwise logits are divided by it"}
     )
@@ -61,6 +65,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] | list[int] = field(
         default=(), metadata={"doc": "token ids that end the output"}
     )
+    logprobs: int | None = field(
+        default=None,
+        metadata={"doc": "log-probabilities of each token, and of this many most likely ones"},
+    )
     ignore_eos: bool = field(default=False, metadata={"doc": "go on past end-of-sequence tokens"})
     include_stop_str_in_output: bool = field(
         default=False, metadata={"doc": "leave the stop string at the end of the text"}
@@ -71,6 +79,10 @@ class SamplingParams:
 
     def __post_init__(self):
         _require_int("n", self.n, 1, MAX_NUM_SAMPLES)
+        if self.best_of is not None:
+            _require_int("best_of", self.best_of, self.n, MAX_NUM_SAMPLES)
+        if self.logprobs is not None:
+            _require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _require_number("temperature", self.temperature, 0.0, 1e6)
         _require_int("top_k", self.top_k, -1)
         _require_number("top_p", self.top_p, 0.0, 1.0)
@@ -117,6 +129,15 @@ class SamplingParams:
         for token_id in ids:
             _require_int("stop_token_ids", token_id, 0)
         return tuple(ids)
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences that the request runs."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def needs_logprobs(self) -> bool:
+        return self.logprobs is not None or self.num_samples > self.n
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:
