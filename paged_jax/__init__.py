@@ -43,8 +43,9 @@ _refuse_intruders()
 
 if TYPE_CHECKING:
     from paged_jax.async_engine import AsyncEngine
+    from paged_jax.beam_search import Beam, BeamSearchOutput, BeamSearchParams
     from paged_jax.config import EngineConfig
-    from paged_jax.engine import Engine
+    from paged_jax.engine import Engine, EngineStats
     from paged_jax.errors import (
         ConfigError,
         EngineDeadError,
@@ -54,16 +55,20 @@ if TYPE_CHECKING:
         RequestError,
     )
     from paged_jax.llm import LLM
-    from paged_jax.outputs import CompletionOutput, RequestOutput
+    from paged_jax.outputs import CompletionOutput, RequestOutput, TokenLogprob
     from scheduler import SamplingParams
 
 _HOMES = {
     "AsyncEngine": "paged_jax.async_engine",
+    "Beam": "paged_jax.beam_search",
+    "BeamSearchOutput": "paged_jax.beam_search",
+    "BeamSearchParams": "paged_jax.beam_search",
     "CompletionOutput": "paged_jax.outputs",
     "ConfigError": "paged_jax.errors",
     "Engine": "paged_jax.engine",
     "EngineConfig": "paged_jax.config",
     "EngineDeadError": "paged_jax.errors",
+    "EngineStats": "paged_jax.engine",
     "LLM": "paged_jax.llm",
     "ModelLoadError": "paged_jax.errors",
     "ModelNotFoundError": "paged_jax.errors",
@@ -71,22 +76,28 @@ _HOMES = {
     "RequestError": "paged_jax.errors",
     "RequestOutput": "paged_jax.outputs",
     "SamplingParams": "scheduler",
+    "TokenLogprob": "paged_jax.outputs",
 }
 
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "Beam",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "CompletionOutput",
     "ConfigError",
     "Engine",
     "EngineConfig",
     "EngineDeadError",
+    "EngineStats",
     "ModelLoadError",
     "ModelNotFoundError",
     "PagedJaxError",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "TokenLogprob",
     "__version__",
 ]
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Literal, Self
 
+from paged_jax.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from paged_jax.config import EngineConfig
 from paged_jax.engine import Engine, EngineStats
 from paged_jax.errors import EngineDeadError, RequestError
@@ -153,22 +154,36 @@ class AsyncEngine:
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput]:
         """Yield what is new: each output holds new text and token ids of one sample.
 
+        While it cannot be known which samples are the best of `best_of`, an output only counts
+        the tokens; the last one holds the samples whole.
+
         Closing the iterator or cancelling its reader aborts the request; its blocks are free
-        within two steps. `request_id` is for logs; the engine's own ids are unique. Raises
-        RequestError before the first output, EngineDeadError if the engine dies.
+        within two steps. `request_id` is for logs; the engine's own ids are unique. `priority`,
+        `tenant` and `cache_salt` are those of `Engine.add_request`. Raises RequestError before
+        the first output, EngineDeadError if the engine dies.
         """
         engine = self._ready_engine()
         text, token_ids = await self._encode(prompt)
-        engine.check_request(token_ids, params)
+        standing: dict[str, Any] = {
+            "priority": priority,
+            "tenant": tenant,
+            "cache_salt": cache_salt,
+        }
+        engine.check_request(token_ids, params, **standing)
         number = next(self._request_numbers)
         engine_id = f"{request_id or 'request'}#{number}"
         events: Events = asyncio.Queue()
         self._streams[engine_id] = events
         accepted: concurrent.futures.Future[Request] = concurrent.futures.Future()
-        self._inbox.put(lambda engine: _submit(engine, engine_id, token_ids, params, accepted))
+        self._inbox.put(
+            lambda engine: _submit(engine, engine_id, token_ids, params, standing, accepted)
+        )
         try:
             response = Response(await asyncio.wrap_future(accepted), self.tokenizer, prompt=text)
             while not response.finished:
@@ -184,10 +199,58 @@ class AsyncEngine:
                     yield response.delta(output)
                 elif response.finished:
                     yield response.whole()
+                else:
+                    yield response.delta()
         finally:
             del self._streams[engine_id]
             self._stream_ended.set()
             self._abort(engine_id)
+
+    async def beam_search(
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+    ) -> BeamSearchOutput:
+        """The most likely continuations of a prompt, as `LLM.beam_search` finds them.
+
+        Every round asks for the next tokens of all beams at once, in requests that share their
+        batch with everybody else's. Cancelling it aborts them. Raises what `generate` raises; a
+        search that has not ended when the engine starts to drain does so, too.
+        """
+        engine = self._ready_engine()
+        text, token_ids = await self._encode(prompt)
+        standing: dict[str, Any] = {
+            "priority": priority,
+            "tenant": tenant,
+            "cache_salt": cache_salt,
+        }
+        engine.check_request(token_ids, SamplingParams(max_tokens=params.max_tokens), **standing)
+        search = BeamSearch(token_ids, params, eos_token_ids=engine.eos_token_ids)
+        options = {"request_id": request_id, **standing}
+        while asked := search.pending():
+            answers = [
+                asyncio.create_task(self._whole(ids, search.request_params, options))
+                for ids in asked
+            ]
+            try:
+                search.advance(await asyncio.gather(*answers))
+            finally:  # the first error, or our own cancellation, ends the others
+                for answer in answers:
+                    answer.cancel()
+                await asyncio.gather(*answers, return_exceptions=True)
+        return search.output(text, self.tokenizer)
+
+    async def _whole(
+        self, token_ids: Sequence[int], params: SamplingParams, options: Mapping[str, Any]
+    ) -> RequestOutput:
+        """The only output of a request for one token."""
+        async with contextlib.aclosing(self.generate(token_ids, params, **options)) as outputs:
+            return await anext(outputs)
 
     async def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
@@ -244,12 +307,13 @@ def _submit(
     request_id: str,
     token_ids: Sequence[int],
     params: SamplingParams,
+    standing: Mapping[str, Any],
     accepted: concurrent.futures.Future[Request],
 ) -> None:
     """On the engine's thread: queue the request, or hand its refusal back."""
     if not accepted.set_running_or_notify_cancel():
         return
     try:
-        accepted.set_result(engine.add_request(request_id, token_ids, params))
+        accepted.set_result(engine.add_request(request_id, token_ids, params, **standing))
     except RequestError as error:
         accepted.set_exception(error)

@@ -4,12 +4,16 @@ Each round asks the engine for the most likely next tokens of every beam. Beams 
 have in common through the prefix cache, so a round computes at most a block of each beam.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from paged_jax.errors import RequestError
-from paged_jax.outputs import TokenLogprob
-from scheduler import MAX_LOGPROBS, SamplingParams
+from paged_jax.outputs import RequestOutput
+from scheduler import MAX_LOGPROBS, FinishReason, SamplingParams
+
+if TYPE_CHECKING:  # the parameters are made before a model is there, where imports must be light
+    from paged_jax.tokenizer import Tokenizer
 
 __all__ = ["Beam", "BeamSearch", "BeamSearchOutput", "BeamSearchParams"]
 
@@ -42,7 +46,10 @@ class BeamSearchParams:
 
 @dataclass(frozen=True)
 class Beam:
-    """A continuation; `cumulative_logprob` is the sum over its tokens."""
+    """A continuation; `cumulative_logprob` is the sum over its tokens.
+
+    `finish_reason` is `stop`, `length`, or `error` when the model gave no finite logits.
+    """
 
     token_ids: tuple[int, ...]
     cumulative_logprob: float
@@ -52,11 +59,15 @@ class Beam:
 
 @dataclass(frozen=True)
 class BeamSearchOutput:
-    """The best continuations of one prompt, best first."""
+    """The best continuations of one prompt, best first.
+
+    `num_cached_tokens` counts the prompt's tokens that were in the prefix cache at the start.
+    """
 
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     beams: tuple[Beam, ...]
+    num_cached_tokens: int = 0
 
 
 class BeamSearch:
@@ -74,6 +85,7 @@ class BeamSearch:
         self._eos = frozenset() if params.ignore_eos else eos_token_ids
         self._live = [Beam((), 0.0)]
         self._ended: list[Beam] = []
+        self._num_cached_tokens: int | None = None
 
     @property
     def request_params(self) -> SamplingParams:
@@ -86,12 +98,23 @@ class BeamSearch:
         """Token ids of the beams whose next tokens are wanted; empty when the search is over."""
         return [self._prompt + beam.token_ids for beam in self._live]
 
-    def advance(self, answers: Sequence[TokenLogprob]) -> None:
-        """Extend the beams by the most likely next tokens of each, and keep the best."""
+    def advance(self, answers: Sequence[RequestOutput]) -> None:
+        """Extend the beams by the most likely next tokens of each, and keep the best.
+
+        `answers[i]` is the whole answer to `pending()[i]` with `request_params`. One that ended in
+        an error ends the search.
+        """
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = answers[0].num_cached_tokens
+        if any(answer.outputs[0].finish_reason == FinishReason.ERROR for answer in answers):
+            self._ended = [replace(beam, finish_reason="error") for beam in self._live]
+            self._live = []
+            return
         grown = [
             self._extend(beam, token_id, logprob)
             for beam, answer in zip(self._live, answers, strict=True)
-            for token_id, logprob in answer.top.items()
+            for entry in answer.outputs[0].logprobs or ()
+            for token_id, logprob in entry.top.items()
         ]
         grown.sort(key=lambda beam: -beam.cumulative_logprob)
         best = grown[: 2 * self.params.beam_width]
@@ -109,9 +132,13 @@ class BeamSearch:
         return Beam(token_ids, beam.cumulative_logprob + logprob, reason)
 
     def _score(self, beam: Beam) -> float:
-        return beam.cumulative_logprob / len(beam.token_ids) ** self.params.length_penalty
+        length = max(1, len(beam.token_ids))
+        return beam.cumulative_logprob / length**self.params.length_penalty
 
-    def best(self) -> Iterator[Beam]:
-        """The best finished beams, best first."""
+    def output(self, prompt: str | None, tokenizer: "Tokenizer | None") -> BeamSearchOutput:
+        """The best finished beams, best first, with their texts if there is a tokenizer."""
         ranked = sorted(self._ended, key=lambda beam: -self._score(beam))
-        return iter(ranked[: self.params.beam_width])
+        beams = ranked[: self.params.beam_width]
+        if tokenizer is not None:
+            beams = [replace(beam, text=tokenizer.decode(beam.token_ids)) for beam in beams]
+        return BeamSearchOutput(prompt, self._prompt, tuple(beams), self._num_cached_tokens or 0)

@@ -156,6 +156,7 @@ class Engine:
         self._step_log = _open_step_log(config, scheduler_config)
         self.runner.allocate()
 
+        self._heeds_priority = order is not None or config.scheduling_policy == "priority"
         self._lag = 1 if config.overlap else 0
         self._pending: deque[_Pending] = deque()
         self._finished_at_birth: list[SequenceUpdate] = []
@@ -192,11 +193,22 @@ class Engine:
 
     # -- requests ---------------------------------------------------------------------------
 
-    def check_request(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def check_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+    ) -> None:
         """Raise RequestError, naming the field and the limit, if this could not be served.
 
         Reads only what never changes, so any thread may call it.
         """
+        self._check_priority(priority)
+        _check_text("tenant", tenant)
+        _check_text("cache_salt", cache_salt)
         num_tokens = len(prompt_token_ids)
         if not num_tokens:
             raise RequestError("the prompt is empty: it needs at least one token", param="prompt")
@@ -214,6 +226,22 @@ class Engine:
             self._check_token_id(token_id, "prompt")
         for token_id in params.stop_token_ids:
             self._check_token_id(token_id, "stop_token_ids")
+
+    def _check_priority(self, priority: Any) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority must be an integer, got {priority!r}", param="priority")
+        if not -(2**31) <= priority < 2**31:
+            raise RequestError(
+                f"priority must be between {-(2**31)} and {2**31 - 1}, got {priority}",
+                param="priority",
+            )
+        if priority and not self._heeds_priority:
+            raise RequestError(
+                f"priority is {priority}, but the scheduling policy here is "
+                f"{self.config.scheduling_policy!r}, which does not look at it: leave it out, or "
+                "start the engine with scheduling_policy='priority'",
+                param="priority",
+            )
 
     def _check_token_id(self, token_id: Any, param: str) -> None:
         is_int = isinstance(token_id, int | np.integer) and not isinstance(token_id, bool)
@@ -236,10 +264,13 @@ class Engine:
     ) -> Request:
         """Queue a request; RequestError if it can never be served or its id is in use.
 
-        Lower `priority` goes first, where the scheduling policy looks at it; `tenant` is who
-        shares fairly with others. Only requests of the same `cache_salt` share cached prefixes.
+        Lower `priority` goes first; only the policy `priority` takes another one than 0. `tenant`
+        is who shares fairly with others. Only requests of the same `cache_salt` share cached
+        prefixes.
         """
-        self.check_request(prompt_token_ids, params)
+        self.check_request(
+            prompt_token_ids, params, priority=priority, tenant=tenant, cache_salt=cache_salt
+        )
         self._num_requests += 1
         request = Request(
             request_id,
@@ -420,6 +451,15 @@ class Engine:
         self._compile_counter.close()
         if self._step_log is not None:
             self._step_log.close()
+
+
+def _check_text(param: str, text: Any) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"{param} must be a string, got {text!r}", param=param)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{param} holds half a surrogate pair", param=param) from None
 
 
 def _with_logprobs(

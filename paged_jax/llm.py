@@ -1,14 +1,13 @@
 """The engine called from Python, offline: prompts in, results out, in the prompts' order."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from paged_jax.beam_search import Beam, BeamSearch, BeamSearchOutput, BeamSearchParams
+from paged_jax.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from paged_jax.config import EngineConfig
 from paged_jax.engine import Engine, EngineStats
 from paged_jax.errors import RequestError
-from paged_jax.outputs import RequestOutput, TokenLogprob
+from paged_jax.outputs import RequestOutput
 from paged_jax.progress import ConsoleProgress, Progress, SilentProgress
 from paged_jax.prompts import Prompt, encode_prompt
 from paged_jax.response import Response
@@ -105,8 +104,8 @@ class LLM:
                 self._advance(searches, asked)
                 advance(1)
         return [
-            BeamSearchOutput(text, tuple(token_ids), tuple(map(self._with_text, search.best())))
-            for (text, token_ids), search in zip(encoded, searches, strict=True)
+            search.output(text, self.tokenizer)
+            for (text, _), search in zip(encoded, searches, strict=True)
         ]
 
     def _advance(
@@ -115,17 +114,11 @@ class LLM:
         """One round: the next tokens of every live beam of every search, in one batch."""
         params = searches[0].request_params
         results = self._run([(None, ids) for _, ids in asked], params, use_progress=False)
-        answers: dict[BeamSearch, list[TokenLogprob]] = {search: [] for search, _ in asked}
+        answers: dict[BeamSearch, list[RequestOutput]] = {search: [] for search, _ in asked}
         for (search, _), result in zip(asked, results, strict=True):
-            assert result.outputs[0].logprobs is not None
-            answers[search] += result.outputs[0].logprobs
-        for search, tops in answers.items():
-            search.advance(tops)
-
-    def _with_text(self, beam: Beam) -> Beam:
-        if self.tokenizer is None:
-            return beam
-        return dataclasses.replace(beam, text=self.tokenizer.decode(beam.token_ids))
+            answers[search].append(result)
+        for search, found in answers.items():
+            search.advance(found)
 
     def _run(
         self,

@@ -42,7 +42,8 @@ class RequestOutput:
     """A request's samples: all of their text so far, or what is new since the last one.
 
     `LLM` returns the whole; `AsyncEngine.generate` yields what is new, only of the samples that
-    have something new.
+    have something new. `num_generated_tokens` counts the tokens so far of all samples, with
+    `best_of` also of those that are not returned.
     """
 
     request_id: str
@@ -51,3 +52,4 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     finished: bool
     num_cached_tokens: int = 0
+    num_generated_tokens: int = 0

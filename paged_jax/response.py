@@ -33,6 +33,7 @@ class Response:
     def __init__(self, request: Request, tokenizer: Tokenizer | None, prompt: str | None = None):
         self.request = request
         self.prompt = prompt
+        self._num_generated_tokens = 0
         params = request.params
         self._samples = [
             _Sample(
@@ -58,6 +59,7 @@ class Response:
             return None
         new_ids = () if update.token_id is None else (update.token_id,)
         sample.token_ids += new_ids
+        self._num_generated_tokens += len(new_ids)
         new_logprobs = () if update.logprobs is None else (cast(TokenLogprob, update.logprobs),)
         sample.logprobs += new_logprobs
         sample.cumulative_logprob += sum(entry.logprob for entry in new_logprobs)
@@ -121,6 +123,7 @@ class Response:
             outputs=outputs,
             finished=self.finished,
             num_cached_tokens=self.request.num_cached_tokens,
+            num_generated_tokens=self._num_generated_tokens,
         )
 
     def whole(self) -> RequestOutput:

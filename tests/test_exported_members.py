@@ -7,17 +7,22 @@ import paged_jax
 PUBLIC = [
     "LLM",
     "AsyncEngine",
+    "Beam",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "CompletionOutput",
     "ConfigError",
     "Engine",
     "EngineConfig",
     "EngineDeadError",
+    "EngineStats",
     "ModelLoadError",
     "ModelNotFoundError",
     "PagedJaxError",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "TokenLogprob",
     "__version__",
 ]
 
