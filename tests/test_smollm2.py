@@ -1,4 +1,8 @@
-"""The real model: greedy tokens of an independent float32 implementation, however they are run."""
+"""The real model: the tokens of an independent float32 implementation, however they are run.
+
+All engines here have the same sizes, so that they share their compiled programs; a small pool is
+made by taking blocks away from a large one.
+"""
 
 import json
 from pathlib import Path
@@ -6,20 +10,26 @@ from pathlib import Path
 import pytest
 
 from paged_jax import LLM, SamplingParams
+from paged_jax.progress import SilentProgress
+from scheduler import derive_seed
 
 pytestmark = pytest.mark.smollm2
 
 GOLDENS = json.loads((Path(__file__).parent / "data" / "smollm2_greedy.json").read_text())["cases"]
+PROMPTS = [{"prompt_token_ids": case["prompt_token_ids"]} for case in GOLDENS]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
+SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=16)
+NUM_BLOCKS, FEW_BLOCKS = 200, 24
+
+
+def make(directory, **config):
+    sizes = {"max_model_len": 512, "max_num_seqs": 16, "num_blocks": NUM_BLOCKS}
+    return LLM(str(directory), dtype="float32", progress=SilentProgress(), **(sizes | config))
 
 
 @pytest.fixture(scope="module")
 def llm(smollm2):
-    return LLM(str(smollm2), dtype="float32", max_model_len=512, max_num_seqs=16)
-
-
-def prompts():
-    return [{"prompt_token_ids": case["prompt_token_ids"]} for case in GOLDENS]
+    return make(smollm2)
 
 
 def check(results):
@@ -30,8 +40,29 @@ def check(results):
         assert output.finish_reason == case["finish_reason"]
 
 
-def test_all_in_one_batch(llm):
-    check(llm.generate(prompts(), GREEDY))
+def take_blocks_away(llm):
+    pool = llm.engine.scheduler.pools[0]
+    for _ in range(NUM_BLOCKS - 1 - FEW_BLOCKS):
+        pool.allocate()
+
+
+@pytest.fixture(scope="module")
+def seeded(llm):
+    """Tokens drawn with a seed, one request at a time."""
+    return [llm.generate(prompt, SEEDED)[0].outputs[0].token_ids for prompt in PROMPTS[:6]]
+
+
+def test_alone(llm):
+    check([llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS])
+
+
+def test_in_one_batch_cold_and_warm(smollm2, seeded):
+    llm = make(smollm2)
+    check(llm.generate(PROMPTS, GREEDY))
+    hits = llm.stats().prefix_hit_tokens
+    check(llm.generate(PROMPTS, GREEDY))
+    assert llm.stats().prefix_hit_tokens >= hits + 100
+    assert [r.outputs[0].token_ids for r in llm.generate(PROMPTS[:6], SEEDED)] == seeded
 
 
 def test_text_and_chats_give_the_goldens(llm):
@@ -44,21 +75,35 @@ def test_text_and_chats_give_the_goldens(llm):
         assert list(result.outputs[0].token_ids) == case["token_ids"]
 
 
-def test_alone(llm):
-    check([llm.generate(prompt, GREEDY)[0] for prompt in prompts()])
+WAYS = {
+    "16 tokens a step, preempted": {"max_num_batched_tokens": 16, "enable_prefix_caching": False},
+    "64 tokens a step, preempted": {"max_num_batched_tokens": 64},
+    "swapped": {"preemption_mode": "swap", "swap_space": 1.0},
+    "static and reserved": {"batching": "static", "allocation": "reserved"},
+    "dedicated prefill": {"prefill": "dedicated", "scheduling_policy": "shortest"},
+}
 
 
-def test_small_chunks_and_preemption(smollm2):
-    """16 tokens a step, and so few blocks that sequences push each other out."""
-    llm = LLM(
-        str(smollm2),
-        dtype="float32",
-        max_model_len=512,
-        max_num_seqs=16,
-        max_num_batched_tokens=16,
-        num_blocks=25,
-        enable_prefix_caching=False,
-    )
-    check(llm.generate(prompts(), GREEDY))
-    assert llm.stats().preemptions > 0
-    assert llm.stats().prefix_hit_tokens == 0
+@pytest.mark.parametrize("way", WAYS)
+def test_every_mechanism_gives_the_goldens(smollm2, seeded, way):
+    llm = make(smollm2, **WAYS[way])
+    if "preempted" in way or way == "swapped":
+        take_blocks_away(llm)
+    check(llm.generate(PROMPTS, GREEDY))
+    assert [r.outputs[0].token_ids for r in llm.generate(PROMPTS[:6], SEEDED)] == seeded
+    if "preempted" in way:
+        assert llm.stats().preemptions > 0
+    if way == "swapped":
+        assert sum(record.num_swap_ins for record in llm.engine.records) > 0
+
+
+def test_samples_equal_requests_of_their_own(llm, seeded):
+    several = SamplingParams(temperature=1.0, seed=7, max_tokens=16, n=3)
+    results = llm.generate(PROMPTS[:2], several)
+    assert [r.outputs[0].token_ids for r in results] == seeded[:2]
+    for index in (1, 2):
+        own = SamplingParams(temperature=1.0, seed=derive_seed(7, index), max_tokens=16)
+        singles = llm.generate(PROMPTS[:2], own)
+        assert [r.outputs[index].token_ids for r in results] == [
+            s.outputs[0].token_ids for s in singles
+        ]
