@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.metadata import AttentionMetadata
-from pallas_kernels.pool import KVPool
+from pallas_kernels.pool import MAX_INT32, KVPool
 
 QUERY_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -125,8 +125,8 @@ def check_scoring(
     k_scale: Any,
     v_scale: Any,
 ) -> None:
-    if window is not None and (not _is_int(window) or window < 1):
-        raise ValueError(f"window must be a positive Python int or None, got {window!r}")
+    if window is not None and (not _is_int(window) or not 1 <= window <= MAX_INT32):
+        raise ValueError(f"window must be a positive Python int (int32) or None, got {window!r}")
     if softcap is not None and (not _is_number(softcap) or not 0 < softcap < float("inf")):
         raise ValueError(f"softcap must be a positive finite number or None, got {softcap!r}")
     if _is_number(scale) and not np.isfinite(scale):

@@ -4,12 +4,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.pool import KVPool, block_in_range
+from pallas_kernels.pool import MAX_INT32, KVPool, block_in_range
 from pallas_kernels.scoring import Scoring
 
 KV_TILE_LEN = 128  # keys of a row taken together, in whole blocks; measured on CPUs
 MASKED = -1e30  # finite, so that a query that sees nothing gives no NaN
-MAX_INT32 = 2**31 - 1
 
 
 def attend_tile(
@@ -100,8 +99,7 @@ def _start(
     sinks = jnp.broadcast_to(
         sinks, (num_rows, num_kv_heads, num_queries // group_size, group_size)
     ).reshape(shape)
-    top = jnp.maximum(sinks, MASKED)
-    return top, jnp.exp(sinks - top)
+    return jnp.maximum(sinks, MASKED), jnp.ones(shape, jnp.float32)
 
 
 def _tile_range(
@@ -122,20 +120,26 @@ def _tile_blocks(
     column: Int[Array, " t"],
     layer: Int[Array, ""],
 ) -> tuple[Int[Array, "R t"], Bool[Array, "R t"]]:
-    """Where these columns of the rows' tables lie in the pool, and which of them exist."""
+    """Where these columns of the rows' tables lie in the pool, and which of them exist.
+
+    An absent one lies past the pool's end.
+    """
     table_width = block_tables.shape[1]
     column = column[None]
     inside = jnp.minimum(column, table_width - 1)
     ids = block_tables.at[rows[:, None], inside].get(mode="promise_in_bounds")
     index = block_in_range(pool.spec, layer, ids)
     exists = (ids > 0) & (index < pool.spec.num_layers * pool.spec.num_blocks)
-    return jnp.where(exists, index, 0), exists & (column < table_width)
+    return index, exists & (column < table_width)
 
 
 def _gather(array: Float[Array, "N K b D"], index: Int[Array, "R t"]) -> Float[Array, "R K J D"]:
-    """Blocks side by side for each KV head, in float32: one gather, no transpose after it."""
+    """Blocks side by side for each KV head, in float32: one gather, no transpose after it.
+
+    For an absent block, some other one.
+    """
     num_rows = index.shape[0]
     num_kv_heads, _, head_size = array.shape[1:]
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
-    tile = array.at[index[:, None], heads].get(mode="promise_in_bounds")
+    tile = array.at[index[:, None], heads].get(mode="clip")
     return tile.reshape(num_rows, num_kv_heads, -1, head_size).astype(jnp.float32)

@@ -199,8 +199,8 @@ def test_a82_a_slot_outside_the_pool_is_dropped(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("bad_id", [128, 133, -1, -128, 2**31 - 1, -(2**31)])
-def test_a82_a_block_outside_the_pool_is_not_read(backend, bad_id):
+@pytest.mark.parametrize("bad_id", [0, 128, 133, -1, -128, 2**31 - 1, -(2**31)])
+def test_a82_the_null_block_and_blocks_outside_the_pool_are_not_read(backend, bad_id):
     """Not even as a block of the next layer: its 16 keys are missing from the softmax."""
     shape = Shape()
     step = make_step(shape, Rows(decodes=(48,)))
@@ -213,6 +213,15 @@ def test_a82_a_block_outside_the_pool_is_not_read(backend, bad_id):
     for layer in (0, 1):
         out = run_step(backend, shape, broken, layer=layer, fill=1.0).out
         assert_close(out[tokens], expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_longer_than_its_table_sees_what_the_table_has(backend):
+    shape = Shape(chunk_rows=0, chunk_tokens=0, table_width=9)  # 144 slots, not whole tiles
+    step = make_step(shape, Rows(decodes=(144,)))
+    longer = step._replace(attn=step.attn._replace(seq_lens=step.attn.seq_lens + 6))
+    out = run_step(backend, shape, longer).out
+    assert_close(out, expected_output(shape, step))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -245,6 +254,22 @@ def test_a85_rows_without_keys_give_zero_and_change_nothing(backend):
         other = run_step(backend, shape, step).out
         assert (other[padding] == 0).all()
         np.testing.assert_array_equal(other, out)
+
+
+@pytest.mark.parametrize("config", ["plain", "everything", "bfloat16"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_does_not_feel_its_neighbours(backend, config):
+    """The same bits alone and in company, at another place and over other blocks."""
+    shape, scoring = CONFIGS[config]
+    decodes, chunks = (300, 17, 130), ((66, 200), (40, 40))
+    company = random_sequences(shape, Rows(decodes, chunks))
+    step = make_step(shape, Rows(decodes, chunks), company)
+    together = run_step(backend, shape, step, **scoring).out
+    for i, (tokens, sequence) in enumerate(step.sequences):
+        rows = Rows((decodes[i],)) if i < 3 else Rows((), (chunks[i - 3],))
+        alone = make_step(shape, rows, [sequence], seed=i + 1)
+        out = run_step(backend, shape, alone, **scoring).out
+        np.testing.assert_array_equal(out[alone.sequences[0][0]], together[tokens])
 
 
 @pytest.mark.parametrize("config", ["plain", "everything", "bfloat16_pool"])

@@ -46,7 +46,12 @@ def attend(backend, q=None, attn=ATTN, *, arrays=None, **changes):
 def test_good_arguments_pass(backend):
     out = attend(backend)
     assert (out.shape, out.dtype) == ((T, H, 8), jnp.float32)
-    for good in ({"layer": np.int64(1)}, {"group": np.int32(0)}, {"window": 1}, {"scale": 0}):
+    for good in (
+        {"layer": np.int64(1)},
+        {"group": np.int32(0)},
+        {"window": 2**31 - 1},
+        {"scale": 0},
+    ):
         assert attend(backend, **good) == out
     for name, traced in {"scale": array(dtype=jnp.float32), "k_scale": array(2)}.items():
         assert attend(backend, arrays={name: traced}) == out
@@ -67,8 +72,9 @@ def test_good_arguments_pass(backend):
         ({"decode_rows": 4}, r"decode_rows must be .* 0 to 3 \(3 rows, 7 tokens\), got 4"),
         ({"decode_rows": -1}, "decode_rows must be .*, got -1"),
         ({"decode_rows": 3}, "7 tokens but decode_rows=3 of 3 rows"),
-        ({"window": 0}, "window must be a positive Python int or None, got 0"),
-        ({"window": True}, "window must be a positive Python int or None, got True"),
+        ({"window": 0}, r"window must be a positive Python int \(int32\) or None, got 0"),
+        ({"window": True}, "window must be a positive .*, got True"),
+        ({"window": 2**31}, "window must be a positive .*, got 2147483648"),
         ({"softcap": 0.0}, "softcap must be a positive finite number or None, got 0.0"),
         ({"softcap": float("inf")}, "softcap must be .*, got inf"),
         ({"scale": float("nan")}, "scale must be finite, got nan"),
