@@ -59,7 +59,12 @@ IDLE_S = 0.001
 
 @dataclass(frozen=True)
 class EngineStats:
-    """The engine as an operator sees it. Counters only rise; gauges are of the last step."""
+    """The engine as an operator sees it. Counters only rise; gauges are of the last step.
+
+    `num_blocks` includes the null block, `num_host_blocks` are those that can be used.
+    `num_swaps` counts sequences, `num_swap_outs`, `num_swap_ins` and `num_copies` blocks.
+    `steps_by_size` says how many steps computed at most that many tokens.
+    """
 
     num_running: int
     num_waiting: int
@@ -84,12 +89,30 @@ class EngineStats:
     mean_block_utilization: float
     host_s: float
     device_s: float
+    num_swaps: int
+    num_swap_outs: int
+    num_swap_ins: int
+    num_copies: int
+    num_host_blocks: int
+    host_blocks_in_use: int
+    host_blocks_cached: int
+    compile_cache_hits: int
+    steps_by_kind: Mapping[str, int]
+    steps_by_size: Mapping[int, int]
 
     @classmethod
     def empty(cls, config: EngineConfig) -> Self:
         """The figures of an engine that has done nothing yet."""
-        zeros = dict.fromkeys((field.name for field in dataclasses.fields(cls)), 0)
-        return cls(**{**zeros, "block_size": config.block_size})
+        zeros: dict[str, Any] = dict.fromkeys((f.name for f in dataclasses.fields(cls)), 0)
+        none = StepTotals()
+        return cls(
+            **zeros
+            | {
+                "block_size": config.block_size,
+                "steps_by_kind": none.steps_by_kind,
+                "steps_by_size": none.steps_by_size,
+            }
+        )
 
     @property
     def kv_cache_usage(self) -> float:
@@ -420,6 +443,7 @@ class Engine:
 
     def _make_stats(self) -> EngineStats:
         scheduler, totals = self.scheduler, self._totals
+        host_pools = scheduler.blocks.host_pools
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
@@ -444,6 +468,16 @@ class Engine:
             mean_block_utilization=totals.mean_block_utilization,
             host_s=totals.host_s,
             device_s=totals.device_s,
+            num_swaps=scheduler.num_swaps,
+            num_swap_outs=totals.num_swap_outs,
+            num_swap_ins=totals.num_swap_ins,
+            num_copies=totals.num_copies,
+            num_host_blocks=sum(pool.num_blocks - 1 for pool in host_pools),
+            host_blocks_in_use=sum(pool.num_referenced for pool in host_pools),
+            host_blocks_cached=sum(pool.num_cached for pool in host_pools),
+            compile_cache_hits=self._compile_counter.num_cache_hits,
+            steps_by_kind=dict(totals.steps_by_kind),
+            steps_by_size=totals.steps_by_size,
         )
 
     def close(self) -> None:

@@ -1,9 +1,15 @@
 """What one step did, as a frozen value: the operator's metrics and replays read these."""
 
+from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from scheduler.output import SchedulerOutput
 from scheduler.scheduler import Scheduler
+
+STEP_KINDS = ("decode", "prefill", "mixed", "move")
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,13 @@ class StepRecord:
     num_swap_ins: int
     host_s: float = 0.0
     device_s: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """`decode`: one-token rows only; `prefill`: chunks only; `mixed`; `move`: only copies."""
+        if self.num_chunks:
+            return "mixed" if self.num_decodes else "prefill"
+        return "decode" if self.num_decodes else "move"
 
     @property
     def occupancy(self) -> float:
@@ -92,6 +105,11 @@ class StepTotals:
         self.num_tokens = 0
         self.num_padded_tokens = 0
         self.num_preempted = 0
+        self.num_copies = 0
+        self.num_swap_outs = 0
+        self.num_swap_ins = 0
+        self.steps_by_kind = dict.fromkeys(STEP_KINDS, 0)
+        self._steps_by_size = [0] * (len(STEP_SIZES) + 1)
         self.host_s = 0.0
         self.device_s = 0.0
         self._occupancy = 0.0
@@ -102,10 +120,20 @@ class StepTotals:
         self.num_tokens += record.num_tokens
         self.num_padded_tokens += record.num_padded_tokens
         self.num_preempted += record.num_preempted
+        self.num_copies += record.num_copies
+        self.num_swap_outs += record.num_swap_outs
+        self.num_swap_ins += record.num_swap_ins
+        self.steps_by_kind[record.kind] += 1
+        self._steps_by_size[bisect_left(STEP_SIZES, record.num_tokens)] += 1
         self.host_s += record.host_s
         self.device_s += record.device_s
         self._occupancy += record.occupancy
         self._block_utilization += record.block_utilization
+
+    @property
+    def steps_by_size(self) -> Mapping[int, int]:
+        """For each of STEP_SIZES how many steps computed at most that many tokens."""
+        return dict(zip(STEP_SIZES, accumulate(self._steps_by_size), strict=False))
 
     @property
     def mean_occupancy(self) -> float:

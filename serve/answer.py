@@ -8,7 +8,6 @@ from serve.envelope import Envelope
 from serve.formats import Format, Whole
 from serve.generation import Generation
 from serve.protocol import StreamOptions
-from serve.sampling import num_choices
 from serve.sse import Outbox
 from serve.usage import UsageCount
 
@@ -17,7 +16,7 @@ async def collect(generation: Generation, form: Format, envelope: Envelope, outb
     """Put one JSON body when everything is generated."""
     usage = UsageCount(generation.prompts)
     wholes: defaultdict[int, Whole] = defaultdict(Whole)
-    per_prompt = num_choices(generation.params)
+    per_prompt = generation.params.n
 
     def take(i: int, output: Output) -> None:
         usage.add(i, output)
@@ -39,7 +38,7 @@ async def stream(
     """Put an event for each thing that is new, and the usage at the end if it is wanted."""
     usage = UsageCount(generation.prompts)
     begun: set[int] = set()
-    per_prompt = num_choices(generation.params)
+    per_prompt = generation.params.n
 
     def take(i: int, output: Output) -> None:
         usage.add(i, output)

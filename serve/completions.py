@@ -1,15 +1,19 @@
 """The two endpoints that generate: completions and chat completions."""
 
+import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.requests import Request
 
 from paged_jax import RequestError, SamplingParams, __version__
 from serve import answer
+from serve.beams import beam_outputs
+from serve.caller import caller_of
+from serve.engine import OutputStream
 from serve.envelope import Envelope
-from serve.fields import Fields
+from serve.fields import COMPLETION_SAMPLING, SAMPLING, Fields
 from serve.formats import ChatFormat, CompletionFormat, Format
 from serve.front import Front
 from serve.generation import Generation
@@ -17,34 +21,40 @@ from serve.prompts import Prompt, chat_prompt, completion_prompts, prompt_text
 from serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
 from serve.reply import Reply
 from serve.request_id import HEADER, check_request_id
-from serve.sampling import num_choices, sampling_params
+from serve.sampling import beam_search_params, sampling_params
 
 COMPLETION_MAX_TOKENS = 16
 
 
 async def create_completion(front: Front, request: Request) -> Reply:
     arrived = time.perf_counter()
-    fields = front.fields(await front.read_object(request), CompletionRequest, sampling=True)
+    fields = front.fields(await front.read_object(request), CompletionRequest, COMPLETION_SAMPLING)
     body = fields.body
-    params = sampling_params(fields, front.engine.generation_defaults, COMPLETION_MAX_TOKENS)
-    n = num_choices(params)
-    prompts = await completion_prompts(front.engine, body, n)
-    per_choice = [prompt for prompt in prompts for _ in range(n)]
+    submit: Callable[..., OutputStream]
+    if body.use_beam_search:
+        params, beams = beam_search_params(fields, COMPLETION_MAX_TOKENS)
+        submit = functools.partial(beam_outputs, front.engine, params=beams)
+    else:
+        params = sampling_params(fields, front.engine.generation_defaults, COMPLETION_MAX_TOKENS)
+        submit = functools.partial(front.engine.generate, params=params)
+    prompts = await completion_prompts(front.engine, body, params.num_samples)
+    per_choice = [prompt for prompt in prompts for _ in range(params.n)]
     form = CompletionFormat(
         prompt_token_ids=[p.token_ids for p in per_choice] if body.return_token_ids else None,
         echoes=[prompt_text(front.engine, p) for p in per_choice] if body.echo else None,
     )
-    return _reply(front, request, fields, prompts, params, form, "cmpl", arrived)
+    return _reply(front, request, fields, prompts, params, submit, form, "cmpl", arrived)
 
 
 async def create_chat_completion(front: Front, request: Request) -> Reply:
     arrived = time.perf_counter()
-    fields = front.fields(await front.read_object(request), ChatRequest, sampling=True)
+    fields = front.fields(await front.read_object(request), ChatRequest, SAMPLING)
     body = fields.body
     params = sampling_params(fields, front.engine.generation_defaults, None)
+    submit = functools.partial(front.engine.generate, params=params)
     prompt = await chat_prompt(front.engine, body)
     form = ChatFormat(prompt_token_ids=prompt.token_ids if body.return_token_ids else None)
-    return _reply(front, request, fields, [prompt], params, form, "chatcmpl", arrived)
+    return _reply(front, request, fields, [prompt], params, submit, form, "chatcmpl", arrived)
 
 
 def _reply(
@@ -53,6 +63,7 @@ def _reply(
     fields: Fields[GenerationRequest],
     prompts: Sequence[Prompt],
     params: SamplingParams,
+    submit: Callable[..., OutputStream],
     form: Format,
     kind: str,
     arrived: float,
@@ -60,7 +71,15 @@ def _reply(
     body = fields.body
     name = f"{kind}-{_request_id(request, body)}"
     unique_name = f"{name}-{next(front.numbers)}"
-    generation = Generation(front.engine, front.metrics, prompts, params, unique_name, arrived)
+    caller = caller_of(request, body, front.options)
+    generation = Generation(
+        functools.partial(submit, **dataclasses.asdict(caller)),
+        front.metrics,
+        prompts,
+        params,
+        unique_name,
+        arrived,
+    )
     envelope = Envelope(
         id=name,
         object=form.chunk_object if body.stream else form.object,

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from paged_jax import SamplingParams
+from paged_jax import BeamSearchOutput, BeamSearchParams, SamplingParams
 
 EngineState = Literal["loading", "compiling", "ready", "draining", "dead"]
 
@@ -38,6 +38,9 @@ class Output(Protocol):
     def outputs(self) -> Sequence[Choice]: ...
     @property
     def num_cached_tokens(self) -> int: ...
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens so far of all samples, also of those that are not returned."""
 
 
 class Stats(Protocol):
@@ -73,6 +76,36 @@ class Stats(Protocol):
     def compile_s(self) -> float: ...
     @property
     def late_compiles(self) -> int: ...
+    @property
+    def compile_cache_hits(self) -> int: ...
+    @property
+    def blocks_in_use(self) -> int: ...
+    @property
+    def blocks_cached(self) -> int: ...
+    @property
+    def num_host_blocks(self) -> int: ...
+    @property
+    def host_blocks_in_use(self) -> int: ...
+    @property
+    def host_blocks_cached(self) -> int: ...
+    @property
+    def num_swaps(self) -> int: ...
+    @property
+    def num_swap_outs(self) -> int: ...
+    @property
+    def num_swap_ins(self) -> int: ...
+    @property
+    def num_copies(self) -> int: ...
+    @property
+    def scheduled_tokens(self) -> int: ...
+    @property
+    def steps_by_kind(self) -> Mapping[str, int]: ...
+    @property
+    def steps_by_size(self) -> Mapping[int, int]: ...
+    @property
+    def host_s(self) -> float: ...
+    @property
+    def device_s(self) -> float: ...
 
 
 class OutputStream(Protocol):
@@ -105,9 +138,28 @@ class Engine(Protocol):
     async def shutdown(self, *, drain_s: float) -> None: ...
 
     def generate(
-        self, prompt: list[int], params: SamplingParams, *, request_id: str
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int,
+        tenant: str,
+        cache_salt: str,
     ) -> OutputStream:
         """Raises RequestError before the first output, EngineDeadError if the engine dies."""
+
+    async def beam_search(
+        self,
+        prompt: list[int],
+        params: BeamSearchParams,
+        *,
+        request_id: str,
+        priority: int,
+        tenant: str,
+        cache_salt: str,
+    ) -> BeamSearchOutput:
+        """Raises what `generate` raises. Cancelling it aborts the search."""
 
     def render_chat(
         self,

@@ -1,7 +1,7 @@
 """What becomes of each field of a request: honoured, refused by name, set aside, or unknown."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
@@ -13,8 +13,8 @@ from paged_jax import RequestError, SamplingParams
 IGNORED_HEADER = "x-paged-jax-ignored-fields"
 MAX_NAMED_FIELDS = 20
 
-# Sampling fields that a request may carry under SamplingParams' own names. Those that it does not
-# have are refused by the next table.
+# Sampling fields that any generating request may carry under SamplingParams' own names. Those that
+# it does not have are refused by the next table.
 SAMPLING = frozenset(SamplingParams.field_names()) & {
     "bad_words",
     "frequency_penalty",
@@ -34,6 +34,7 @@ SAMPLING = frozenset(SamplingParams.field_names()) & {
     "top_k",
     "top_p",
 }
+COMPLETION_SAMPLING = SAMPLING | {"best_of"}
 
 # Known elsewhere, not honoured here: refused unless the value asks for nothing.
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -42,9 +43,9 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
-    "cache_salt": (),
     "chat_template": (),
     "documents": ([],),
+    "early_stopping": (False,),
     "echo": (False,),
     "frequency_penalty": (0, 0.0),
     "function_call": ("none", "auto"),
@@ -59,11 +60,9 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "min_tokens": (0,),
     "modalities": (["text"],),
-    "n": (1,),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "presence_penalty": (0, 0.0),
-    "priority": (0,),
     "prompt_logprobs": (),
     "repetition_penalty": (1, 1.0),
     "response_format": ({"type": "text"},),
@@ -111,23 +110,24 @@ class Fields(Generic[Body_co]):
         return {IGNORED_HEADER: ",".join(named)}
 
 
-def read_fields(raw: dict[str, Any], body_type: type[Body], *, sampling: bool) -> Fields[Body]:
+def read_fields(
+    raw: dict[str, Any], body_type: type[Body], sampling: Set[str] = frozenset()
+) -> Fields[Body]:
     """Take `raw` apart. RequestError names a field that is wrong, missing or not supported.
 
-    sampling: whether the endpoint generates; where it does not, sampling fields are unknown.
+    sampling: the endpoint's sampling fields; where it has none, all of them are unknown.
     """
     own = {field.name for field in msgspec.structs.fields(body_type)}
-    kept = SAMPLING if sampling else frozenset()
     unknown = []
     for name, value in raw.items():
-        if name in own or name in kept or name in SET_ASIDE:
+        if name in own or name in sampling or name in SET_ASIDE:
             continue
         if sampling and name in NEUTRAL_VALUES:
             _refuse_unless_neutral(name, value)
         else:
             unknown.append(name)
     body = _convert({name: raw[name] for name in own if name in raw}, body_type)
-    return Fields(body, {name: raw[name] for name in kept if name in raw}, tuple(unknown))
+    return Fields(body, {name: raw[name] for name in sampling if name in raw}, tuple(unknown))
 
 
 def _refuse_unless_neutral(name: str, value: Any) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -45,10 +45,10 @@ class Front:
         return await read_object(request, self.options.max_body_bytes)
 
     def fields(
-        self, raw: dict[str, Any], body_type: type[Body], *, sampling: bool = False
+        self, raw: dict[str, Any], body_type: type[Body], sampling: Set[str] = frozenset()
     ) -> Fields[Body]:
         """The request taken apart, for the served model; RequestError says what is wrong."""
-        fields = read_fields(raw, body_type, sampling=sampling)
+        fields = read_fields(raw, body_type, sampling)
         self.check_model(raw.get("model", self.engine.model_name))
         if fields.unknown:
             self._unknown(fields.unknown)

@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from paged_jax import RequestError, SamplingParams
-from serve.engine import Engine, Output
+from serve.engine import Output, OutputStream
 from serve.errors import ABORTS, GenerationError
 from serve.metrics import Metrics
 from serve.prompts import Prompt
@@ -14,14 +15,21 @@ from serve.prompts import Prompt
 Take = Callable[[int, Output], None]
 
 
+class Submit(Protocol):
+    """Hands a prompt to the engine; nothing happens before the outputs are read."""
+
+    def __call__(self, prompt: list[int], *, request_id: str) -> OutputStream: ...
+
+
 @dataclass(frozen=True)
 class Generation:
     """Prompts that go to the engine with the same parameters. Nothing is submitted before `run`.
 
-    arrived: `time.perf_counter()` when the request came in.
+    params: how many choices of how many tokens each prompt gets, in whatever way `submit` finds
+    them. arrived: `time.perf_counter()` when the request came in.
     """
 
-    engine: Engine
+    submit: Submit
     metrics: Metrics
     prompts: Sequence[Prompt]
     params: SamplingParams
@@ -40,9 +48,7 @@ class Generation:
         token_ids = self.prompts[i].token_ids
         watch = self.metrics.watch(self.params, len(token_ids), self.arrived)
         try:
-            outputs = self.engine.generate(
-                token_ids, self.params, request_id=f"{self.request_id}-{i}"
-            )
+            outputs = self.submit(token_ids, request_id=f"{self.request_id}-{i}")
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     watch.saw(output)

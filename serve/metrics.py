@@ -5,16 +5,17 @@ Names, labels and buckets of the shared set are those that routers and dashboard
 
 import functools
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from paged_jax import SamplingParams
-from serve.engine import Engine, Output
+from serve.engine import Choice, Engine, Output
 from serve.engine_numbers import OWN_PREFIX, SERVING, EngineNumbers, labels_of
 from serve.gate import Gate
-from serve.sampling import num_choices
 
 LABELS = ("model_name", "engine")
 FINISHED_REASONS = ("stop", "length", "abort", "error")
@@ -44,6 +45,7 @@ class Series(NamedTuple):
     e2e_latency: Histogram
     prompt_tokens: Histogram
     generation_tokens: Histogram
+    max_num_generation_tokens: Histogram
     params_n: Histogram
     params_max_tokens: Histogram
     finished: Callable[..., Counter]  # by keyword: finished_reason
@@ -94,19 +96,52 @@ class Metrics:
             finished.labels(**labels, finished_reason=reason)  # show a zero from the start
         return Series(
             histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_S),
-            histogram("inter_token_latency_seconds", "Output to output.", BETWEEN_TOKENS_S),
+            histogram(
+                "inter_token_latency_seconds",
+                "Output to output of a choice.",
+                BETWEEN_TOKENS_S,
+            ),
             histogram(
                 "request_time_per_output_token_seconds",
-                "Mean time per token after the first.",
+                "Mean time per token of a choice, after what came first.",
                 BETWEEN_TOKENS_S,
             ),
             histogram("e2e_request_latency_seconds", "Arrival to last token.", WHOLE_REQUEST_S),
             histogram("request_prompt_tokens", "Prompt tokens of a request.", NUM_TOKENS),
-            histogram("request_generation_tokens", "Output tokens of a request.", NUM_TOKENS),
+            histogram(
+                "request_generation_tokens", "Output tokens of all samples together.", NUM_TOKENS
+            ),
+            histogram(
+                "request_max_num_generation_tokens",
+                "Output tokens of the longest choice.",
+                NUM_TOKENS,
+            ),
             histogram("request_params_n", "Choices asked for.", NUM_CHOICES),
             histogram("request_params_max_tokens", "Output tokens asked for.", NUM_TOKENS),
             functools.partial(finished.labels, **labels),
         )
+
+
+@dataclass
+class _Pace:
+    """When the tokens of one choice came."""
+
+    num_tokens: int = 0
+    num_first_tokens: int = 0  # in the first output that had any
+    first: float = 0.0
+    latest: float = 0.0
+
+    def came(self, num_new: int, now: float) -> None:
+        if not self.num_tokens:
+            self.first, self.num_first_tokens = now, num_new
+        self.num_tokens += num_new
+        self.latest = now
+
+    @property
+    def mean(self) -> float | None:
+        """Seconds per token after the first output; None if nothing came after it."""
+        num_later = self.num_tokens - self.num_first_tokens
+        return (self.latest - self.first) / num_later if num_later else None
 
 
 class Watch:
@@ -119,27 +154,29 @@ class Watch:
         self._params = params
         self._num_prompt_tokens = num_prompt_tokens
         self._arrived = arrived
-        self._num_open = num_choices(params)
+        self._num_open = params.n
         self._num_tokens = 0
-        self._first = self._latest = 0.0
+        self._paces: defaultdict[int, _Pace] = defaultdict(_Pace)
 
     def saw(self, output: Output) -> None:
         now = time.perf_counter()
-        num_new = sum(len(choice.token_ids) for choice in output.outputs)
-        if num_new:
-            if self._num_tokens:
-                self._series.inter_token_latency.observe(now - self._latest)
-            else:
-                self._series.time_to_first_token.observe(now - self._arrived)
-                self._first = now
-            self._num_tokens += num_new
-            self._latest = now
+        if output.num_generated_tokens and not self._num_tokens:
+            self._series.time_to_first_token.observe(now - self._arrived)
+        self._num_tokens = output.num_generated_tokens
         for choice in output.outputs:
-            if choice.finish_reason is not None:
-                self._series.finished(finished_reason=choice.finish_reason).inc()
-                self._num_open -= 1
-                if not self._num_open and choice.finish_reason in ("stop", "length"):
-                    self._completed(now)
+            self._saw_choice(choice, now)
+
+    def _saw_choice(self, choice: Choice, now: float) -> None:
+        pace = self._paces[choice.index]
+        if choice.token_ids:
+            if pace.num_tokens:
+                self._series.inter_token_latency.observe(now - pace.latest)
+            pace.came(len(choice.token_ids), now)
+        if choice.finish_reason is not None:
+            self._series.finished(finished_reason=choice.finish_reason).inc()
+            self._num_open -= 1
+            if not self._num_open and choice.finish_reason in ("stop", "length"):
+                self._completed(now)
 
     def ended(self, reason: str) -> None:
         """The rest of the request ended without an output that says so."""
@@ -151,9 +188,10 @@ class Watch:
         series.e2e_latency.observe(now - self._arrived)
         series.prompt_tokens.observe(self._num_prompt_tokens)
         series.generation_tokens.observe(self._num_tokens)
-        series.params_n.observe(num_choices(self._params))
+        series.max_num_generation_tokens.observe(max(p.num_tokens for p in self._paces.values()))
+        series.params_n.observe(self._params.n)
         if self._params.max_tokens is not None:
             series.params_max_tokens.observe(self._params.max_tokens)
-        if self._num_tokens > 1:
-            mean = (self._latest - self._first) / (self._num_tokens - 1)
-            series.time_per_output_token.observe(mean)
+        for pace in self._paces.values():
+            if pace.mean is not None:
+                series.time_per_output_token.observe(pace.mean)

@@ -15,7 +15,7 @@ from serve.engine import Engine, Tokenizer
 from serve.messages import checked_messages
 from serve.protocol import ChatRequest, CompletionRequest, TokenizeChatRequest
 
-MAX_CHOICES = 1024
+MAX_SAMPLES = 1024
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Prompt:
 
 
 async def completion_prompts(
-    engine: Engine, body: CompletionRequest, num_choices: int
+    engine: Engine, body: CompletionRequest, num_samples: int
 ) -> list[Prompt]:
     """One prompt for a string or a list of ids, several for a list of either.
 
-    num_choices: how many are wanted of each prompt.
+    num_samples: how many are drawn of each prompt.
     """
     given = body.prompt
     if isinstance(given, str):
@@ -38,10 +38,10 @@ async def completion_prompts(
         raise RequestError("prompt is empty", param="prompt")
     if isinstance(given[0], int | float):
         return [Prompt(_convert(given, list[int]))]
-    if len(given) * num_choices > MAX_CHOICES:
+    if len(given) * num_samples > MAX_SAMPLES:
         raise RequestError(
-            f"{len(given)} prompts with n={num_choices} make {len(given) * num_choices} choices, "
-            f"at most {MAX_CHOICES} are allowed in one request",
+            f"{len(given)} prompts with {num_samples} samples of each make "
+            f"{len(given) * num_samples}, at most {MAX_SAMPLES} are allowed in one request",
             param="prompt",
         )
     if isinstance(given[0], str):

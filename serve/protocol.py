@@ -9,6 +9,9 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 NumTokens = Annotated[int, Meta(ge=0, lt=2**31)]
+Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
+User = Annotated[str, Meta(max_length=256)]
 
 
 # Requests
@@ -29,12 +32,16 @@ class GenerationRequest(Struct, kw_only=True, frozen=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    priority: Priority = 0
+    cache_salt: CacheSalt | None = None
+    user: User | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
     prompt: str | list[Any]
     add_special_tokens: bool = True
     echo: bool = False
+    use_beam_search: bool = False
 
 
 class ChatRequest(GenerationRequest, kw_only=True, frozen=True):

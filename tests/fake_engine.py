@@ -6,12 +6,16 @@ Run as a program it serves itself, for tests that need a process to signal:
 
 import argparse
 import asyncio
+import contextlib
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from paged_jax import (
+    Beam,
+    BeamSearchOutput,
+    BeamSearchParams,
     CompletionOutput,
     EngineDeadError,
     ModelLoadError,
@@ -56,14 +60,29 @@ class FakeStats:
     compiles: int = 5
     compile_s: float = 1.5
     late_compiles: int = 0
+    compile_cache_hits: int = 4
+    blocks_in_use: int = 10
+    blocks_cached: int = 20
+    num_host_blocks: int = 50
+    host_blocks_in_use: int = 6
+    host_blocks_cached: int = 2
+    num_swaps: int = 8
+    num_swap_outs: int = 9
+    num_swap_ins: int = 11
+    num_copies: int = 12
+    scheduled_tokens: int = 0
+    steps_by_kind: Mapping[str, int] = field(default_factory=dict)
+    steps_by_size: Mapping[int, int] = field(default_factory=dict)
+    host_s: float = 0.25
+    device_s: float = 0.75
 
 
 @dataclass
 class FakeEngine:
     """Token i of every choice is `pieces[i % len(pieces)]`, with that remainder as its id.
 
-    lengths: where each choice ends with "stop"; a choice without one ends with "length" at
-    max_tokens. The other fields say when to wait and what goes wrong when.
+    lengths: where each choice ends with "stop", in turn; a choice without one ends with "length"
+    at max_tokens. The other fields say when to wait and what goes wrong when.
     """
 
     pieces: Sequence[str] = PIECES
@@ -86,7 +105,8 @@ class FakeEngine:
         self.state = "loading"
         self.tokenizer = FakeTokenizer() if self.has_tokenizer else None
         self.running: set[str] = set()
-        self.seen: list[tuple[str, tuple[int, ...], SamplingParams]] = []
+        self.seen: list[tuple[str, tuple[int, ...], SamplingParams | BeamSearchParams]] = []
+        self.callers: list[dict[str, Any]] = []
         self.rendered: list[tuple[list[dict], dict]] = []
         self.num_aborted = 0
         self.num_prompt_tokens = 0
@@ -132,25 +152,65 @@ class FakeEngine:
         return self.tokenizer.encode(text)
 
     async def generate(
-        self, prompt: list[int], params: SamplingParams, *, request_id: str
+        self, prompt: list[int], params: SamplingParams, *, request_id: str, **caller: Any
     ) -> AsyncIterator[RequestOutput]:
+        with self._request(request_id, prompt, params, caller):
+            num_tokens = 0
+            async for new in self._outputs(len(prompt), params):
+                num_tokens += sum(len(output.token_ids) for output in new)
+                yield RequestOutput(
+                    request_id=request_id,
+                    prompt=None,
+                    prompt_token_ids=tuple(prompt),
+                    outputs=new if params.num_samples == params.n else (),
+                    finished=False,
+                    num_cached_tokens=1,
+                    num_generated_tokens=num_tokens,
+                )
+            if params.num_samples > params.n:
+                best = (
+                    CompletionOutput(k, text_of(4, self.pieces), (0, 1, 2, 3), "stop")
+                    for k in range(params.n)
+                )
+                yield RequestOutput(
+                    request_id, None, tuple(prompt), tuple(best), True, 1, num_tokens
+                )
+
+    async def beam_search(
+        self, prompt: list[int], params: BeamSearchParams, *, request_id: str, **caller: Any
+    ) -> BeamSearchOutput:
+        with self._request(request_id, prompt, params, caller):
+            for i in range(params.max_tokens):
+                await asyncio.sleep(self.delay_s)
+                self._go_wrong(i)
+            reason = "length" if self.fails_after is None else "error"
+            beams = [Beam((k, k), -0.5 * k, reason, f"beam {k}") for k in range(params.beam_width)]
+            return BeamSearchOutput(None, tuple(prompt), tuple(beams), num_cached_tokens=1)
+
+    @contextlib.contextmanager
+    def _request(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams | BeamSearchParams,
+        caller: dict[str, Any],
+    ) -> Iterator[None]:
+        """Keep the books of a request."""
         self._check(prompt, params)
         assert request_id not in self.running, "ids must be unique"
         self.seen.append((request_id, tuple(prompt), params))
+        self.callers.append(caller)
         self.num_prompt_tokens += len(prompt)
         self.running.add(request_id)
-        finished = False
         try:
-            async for outputs in self._outputs(len(prompt), params):
-                finished = all(output.finish_reason for output in outputs)
-                yield RequestOutput(
-                    request_id, None, tuple(prompt), outputs, finished, num_cached_tokens=1
-                )
+            yield
+        except BaseException:
+            self.num_aborted += 1
+            raise
         finally:
             self.running.discard(request_id)
-            self.num_aborted += not finished
 
-    def _check(self, prompt: list[int], params: SamplingParams) -> None:
+    def _check(self, prompt: list[int], params: SamplingParams | BeamSearchParams) -> None:
         for token_id in prompt:
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(f"prompt holds {token_id}", param="prompt")
@@ -172,14 +232,18 @@ class FakeEngine:
         if params.max_tokens is not None:
             limit = min(limit, params.max_tokens)
         if limit == 0:
-            yield tuple(CompletionOutput(i, "", (), "length") for i in range(len(self.lengths)))
+            yield tuple(CompletionOutput(k, "", (), "length") for k in range(params.num_samples))
             return
-        ends = [limit if length is None else min(length, limit) for length in self.lengths]
+        lengths = [self._length(k) for k in range(params.num_samples)]
+        ends = [limit if length is None else min(length, limit) for length in lengths]
         await asyncio.sleep(self.prefill_s)
         for i in range(max(ends)):
             await asyncio.sleep(self.delay_s)
             self._go_wrong(i)
             yield tuple(self._token(k, i, ends[k]) for k in range(len(ends)) if i < ends[k])
+
+    def _length(self, k: int) -> int | None:
+        return self.lengths[k % len(self.lengths)]
 
     def _go_wrong(self, i: int) -> None:
         if i == self.dies_after:
@@ -196,7 +260,7 @@ class FakeEngine:
         if i == self.fails_after:
             reason = "error"
         elif i + 1 == end:
-            stopped = self.lengths[k] == end
+            stopped = self._length(k) == end
             reason = "stop" if stopped else "length"
             stop_reason = self.stop_reason if stopped else None
         return CompletionOutput(k, self.pieces[token_id], (token_id,), reason, stop_reason)
@@ -209,6 +273,9 @@ class FakeEngine:
             num_running=len(self.running),
             kv_cache_usage=len(self.running) / 64,
             num_steps=self.num_tokens,
+            scheduled_tokens=self.num_tokens,
+            steps_by_kind={"decode": self.num_tokens, "prefill": 0},
+            steps_by_size={1: self.num_tokens, 8: self.num_tokens},
             prompt_tokens=self.num_prompt_tokens,
             generation_tokens=self.num_tokens,
         )

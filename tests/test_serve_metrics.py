@@ -70,7 +70,7 @@ def test_counters_are_the_engines_own():
         assert value(server, "vllm:num_preemptions_total") == 3
         assert value(server, "vllm:prefix_cache_queries_total") == 40
         assert value(server, "vllm:prefix_cache_hits_total") == 16
-        assert value(server, "paged_jax:steps_total") == 7
+        assert value(server, "paged_jax:steps_total", kind="decode") == 7
         assert value(server, "paged_jax:padding_tokens_total") == 7
         assert value(server, "paged_jax:compiles_total") == 5
         assert value(server, "paged_jax:compile_seconds_total") == 1.5

@@ -221,15 +221,6 @@ def test_max_completion_tokens_is_max_tokens_by_its_newer_name(server):
     assert error["param"] == "max_completion_tokens"
 
 
-def test_n_works_as_soon_as_the_sampler_knows_it(server):
-    assert complete(server, n=1)["choices"][0]["index"] == 0
-    if "n" in SamplingParams.field_names():
-        complete(server, n=2)
-        assert last_params(server).n == 2
-    else:
-        assert refused(server, COMPLETIONS, {"prompt": "hi", "n": 2})["param"] == "n"
-
-
 def test_template_fields_reach_the_template(server):
     chat(server, chat_template_kwargs={"mood": "calm"}, reasoning_effort="low", max_tokens=1)
     messages, variables = server.engine.rendered[-1]
@@ -264,7 +255,6 @@ def test_content_in_parts_is_joined_and_other_keys_reach_the_template(server):
     ("field", "value"),
     [
         ("allowed_token_ids", [1]),
-        ("best_of", 2),
         ("chat_template", "{{ x }}"),
         ("documents", [{}]),
         ("functions", [{}]),
@@ -282,7 +272,6 @@ def test_content_in_parts_is_joined_and_other_keys_reach_the_template(server):
         ("tools", [{"type": "function"}]),
         ("top_logprobs", 5),
         ("truncate_prompt_tokens", 10),
-        ("use_beam_search", True),
     ],
 )
 def test_what_is_known_and_not_supported_is_refused_by_name(server, field, value):

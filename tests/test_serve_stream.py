@@ -135,7 +135,7 @@ def test_continuous_usage_counts_up(server):
 
 def test_a51_choices_that_finish_at_different_times():
     with live_server(FakeEngine(lengths=(2, 5, 8))) as server:
-        told = stream(server, CHAT, stream_options={"include_usage": True})
+        told = stream(server, CHAT, n=3, stream_options={"include_usage": True})
     assert told[-1]["usage"]["completion_tokens"] == 2 + 5 + 8
     assert told[-1]["usage"]["prompt_tokens"] == 20
     by_index = {0: [], 1: [], 2: []}

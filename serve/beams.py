@@ -1,0 +1,40 @@
+"""Beam search in the shape of a request: a choice for each beam, all in one output."""
+
+from collections.abc import AsyncGenerator
+
+from paged_jax import BeamSearchParams, CompletionOutput, RequestOutput
+from serve.engine import Engine
+
+
+async def beam_outputs(
+    engine: Engine,
+    prompt: list[int],
+    params: BeamSearchParams,
+    *,
+    request_id: str,
+    priority: int,
+    tenant: str,
+    cache_salt: str,
+) -> AsyncGenerator[RequestOutput]:
+    """The one output of a search. Closing the generator, or cancelling who reads it, aborts it."""
+    found = await engine.beam_search(
+        prompt,
+        params,
+        request_id=request_id,
+        priority=priority,
+        tenant=tenant,
+        cache_salt=cache_salt,
+    )
+    choices = tuple(
+        CompletionOutput(index, beam.text, beam.token_ids, beam.finish_reason)
+        for index, beam in enumerate(found.beams)
+    )
+    yield RequestOutput(
+        request_id=request_id,
+        prompt=found.prompt,
+        prompt_token_ids=found.prompt_token_ids,
+        outputs=choices,
+        finished=True,
+        num_cached_tokens=found.num_cached_tokens,
+        num_generated_tokens=sum(len(choice.token_ids) for choice in choices),
+    )
