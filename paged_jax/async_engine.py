@@ -61,6 +61,7 @@ class AsyncEngine:
         self._stream_ended = asyncio.Event()
         self._request_numbers = itertools.count()
         self._thread: threading.Thread | None = None
+        self._ended = threading.Event()  # shut down, perhaps before the engine was there
         self._engine: Engine | None = None
 
     @classmethod
@@ -80,12 +81,14 @@ class AsyncEngine:
         )
         self._thread.start()
         self._engine = await asyncio.wrap_future(ready)
-        self.state = "ready"
+        if not self._ended.is_set():
+            self.state = "ready"
 
     async def shutdown(self, *, drain_s: float = 0.0) -> None:
         """Refuse new work, let running requests go on for `drain_s` seconds, then end the rest."""
         if self.state != "dead":
             self.state = "draining"
+        self._ended.set()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._until_streams_end(), drain_s)
         for events in list(self._streams.values()):
@@ -105,8 +108,12 @@ class AsyncEngine:
         ready.set_running_or_notify_cancel()  # whoever waits may give up; loading goes on
         try:
             engine = self._make_engine()
-            self.state = "compiling"
-            engine.warm_up()
+            if not self._ended.is_set():
+                self.state = "compiling"
+                engine.warm_up(wanted=lambda: not self._ended.is_set())
+            if self._ended.is_set():
+                engine.close()
+                raise EngineDeadError("the engine was shut down before it was ready")
         except BaseException as error:
             ready.set_exception(error)
             return

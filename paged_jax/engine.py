@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -407,17 +407,21 @@ class Engine:
 
     # -- compiling --------------------------------------------------------------------------
 
-    def warm_up(self) -> None:
+    def warm_up(self, wanted: Callable[[], bool] = lambda: True) -> None:
         """Compile every program, with a progress bar, if the configuration says `full`.
 
-        Whatever is compiled afterwards is counted and logged as late.
+        Whatever is compiled afterwards is counted and logged as late. `wanted` is asked between
+        programs; when it says no, the rest is left.
         """
         if self.config.warmup != "full":
             return
         programs = list(self.runner.programs())
         began = time.perf_counter()
         with self._progress.track("compiling", len(programs), unit="programs") as advance:
-            self.runner.compile_all(programs, done=lambda program: advance(1))
+            self.runner.compile_all(programs, lambda program: advance(1), wanted)
+        self._last_stats = self._make_stats()
+        if not wanted():
+            return
         self._progress.say(
             f"compiled {len(programs)} programs in {time.perf_counter() - began:.1f} s, "
             f"{self._compile_counter.num_cache_hits} of them found on disk"

@@ -200,20 +200,32 @@ class ModelRunner:
             self._compiled[program] = self._lower(program).compile()
         return self._compiled[program]
 
-    def compile_all(self, programs: Sequence[Program], done: Callable[[Program], None]) -> None:
+    def compile_all(
+        self,
+        programs: Sequence[Program],
+        done: Callable[[Program], None],
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Compile several at once, as many as there are processors; `done` hears of each.
 
         Python traces one after the other; XLA's part needs no interpreter and runs beside it.
+        When `wanted` says no, the programs that are not begun stay uncompiled.
         """
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            compiling = {
-                pool.submit(self._lower(program).compile): program
-                for program in programs
-                if program not in self._compiled
-            }
+        pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+        compiling: dict[concurrent.futures.Future[Any], Program] = {}
+        try:
+            for program in programs:
+                if not wanted():
+                    return
+                if program not in self._compiled:
+                    compiling[pool.submit(self._lower(program).compile)] = program
             for future in concurrent.futures.as_completed(compiling):
                 self._compiled[compiling[future]] = future.result()
                 done(compiling[future])
+                if not wanted():
+                    return
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _lower(self, program: Program) -> Any:
         if program.kind == "backbone":
