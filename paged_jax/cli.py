@@ -18,6 +18,9 @@ __all__ = ["main"]
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
+# A server that compiles while clients wait looks as if it hung: it is not ready before it has.
+SERVE_DEFAULTS = {"warmup": "full"}
+
 
 class Command(NamedTuple):
     """A sub-command: what it is for, its arguments, and what it does; `run` gives the exit code."""
@@ -101,7 +104,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--port", default=8000, type=int, metavar="N", help="(default: %(default)s)")
     add_flags(parser, ServeOptions, group="Server")
-    add_flags(parser, EngineConfig, leave_out={"model"})
+    add_flags(parser, EngineConfig, leave_out={"model"}, defaults=SERVE_DEFAULTS)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -111,7 +114,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         options = ServeOptions(**chosen(arguments, ServeOptions))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    config = EngineConfig(**chosen(arguments, EngineConfig))
+    config = EngineConfig(**(SERVE_DEFAULTS | chosen(arguments, EngineConfig)))
     return run_server(config, options, host=arguments.host, port=arguments.port)
 
 

@@ -167,10 +167,11 @@ def test_serve_passes_everything_on(monkeypatch):
     flags = "--port 9 --host 0.0.0.0 --max-num-seqs 4 --served-model-name m2 --strict-fields"
     assert cli.main(["serve", "m", *flags.split()]) == 7
     ((config, options), where) = calls[0]
-    assert config == EngineConfig(model="m", max_num_seqs=4, served_model_name="m2")
+    assert config == EngineConfig(model="m", max_num_seqs=4, served_model_name="m2", warmup="full")
     assert options == serve.ServeOptions(strict_fields=True)
     assert where == {"host": "0.0.0.0", "port": 9}
-    assert cli.main(["serve", "m"]) == 7
+    assert cli.main(["serve", "m", "--warmup", "lazy"]) == 7
+    assert calls[1][0][0].warmup == "lazy"
     assert calls[1][1] == {"host": "127.0.0.1", "port": 8000}
 
 
