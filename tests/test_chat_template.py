@@ -126,7 +126,7 @@ def test_tools_that_the_template_would_ignore_are_refused():
         ([{"role": "assistant", "content": "x"}], "Conversation roles must alternate"),
     ],
 )
-def test_a_refusal_has_the_templates_own_words(messages, words):
+def test_a56_a_refusal_has_the_templates_own_words(messages, words):
     template = ChatTemplate(ALTERNATING)
     assert template.render([USER, ANSWER]) == "[user] hi[assistant] OK"
     with pytest.raises(RequestError) as caught:
@@ -150,7 +150,7 @@ def test_a_refusal_has_the_templates_own_words(messages, words):
         ([USER, {"role": "assistant", "content": None, "tool_calls": []}], "messages[1].content"),
     ],
 )
-def test_messages_that_are_none_are_refused_by_name(messages, param):
+def test_a56_messages_that_are_none_are_refused_by_name(messages, param):
     with pytest.raises(RequestError) as caught:
         ChatTemplate(CHATML).render(messages)
     assert caught.value.param == param
@@ -195,7 +195,7 @@ def test_a_template_that_is_none_is_a_load_error(source):
 
 @pytest.mark.parametrize("content", ["OK", "OK! ", "OK!\n", "", " OK", "\n", "\n\n", "a\nb \t\n"])
 @pytest.mark.parametrize("source", [CHATML, TRIMMING])
-def test_the_final_message_can_be_left_open(source, content):
+def test_a58_the_final_message_can_be_left_open(source, content):
     messages = [USER, {"role": "assistant", "content": content}]
     template = ChatTemplate(source)
     prompt = template.render(messages, add_generation_prompt=False, continue_final_message=True)
@@ -205,7 +205,7 @@ def test_the_final_message_can_be_left_open(source, content):
     assert prompt.endswith("assistant\n" + rendered)
 
 
-def test_leaving_open_and_a_new_turn_exclude_each_other():
+def test_a58_leaving_open_and_a_new_turn_exclude_each_other():
     with pytest.raises(RequestError, match="exclude each other") as caught:
         ChatTemplate(CHATML).render([USER, ANSWER], continue_final_message=True)
     assert caught.value.param == "continue_final_message"
@@ -247,7 +247,7 @@ ESCAPES = [
 
 
 @pytest.mark.parametrize("source", ESCAPES)
-def test_a_template_cannot_get_out(tmp_path, source):
+def test_a59_a_template_cannot_get_out(tmp_path, source):
     sentinel = tmp_path / "sentinel"
     messages = [dict(USER)]
     with pytest.raises(RequestError):
@@ -271,7 +271,7 @@ def test_text_of_users_is_never_a_template():
     assert "{{ 7 * 7 }}{% raw %}" in ChatTemplate(CHATML).render([message])
 
 
-def test_no_template_is_made_outside_the_sandbox():
+def test_a59_no_template_is_made_outside_the_sandbox():
     package = Path(paged_jax.__file__).parent
     makers = []
     for path in package.rglob("*.py"):

@@ -122,7 +122,7 @@ def test_every_kind_of_value_is_read(tmp_path):
     assert metadata["numbers"].tolist() == [-1, 2, 3]
 
 
-def test_query_and_key_rows_of_llama_are_put_back(tmp_path, token_metadata):
+def test_a74_query_and_key_rows_of_llama_are_put_back(tmp_path, token_metadata):
     tensors = llama_tensors(400, biased=True)
     in_file = gguf_tensors(tensors, permuted=True)
     assert not np.array_equal(
@@ -153,7 +153,7 @@ def test_the_order_is_the_one_of_rotary_pairs():
     np.testing.assert_allclose(turned.reshape(-1, 1), interleaved(halves, 1))
 
 
-def test_rows_of_a_family_that_is_not_interleaved_stay(tmp_path, token_metadata):
+def test_a74_rows_of_a_family_that_is_not_interleaved_stay(tmp_path, token_metadata):
     tensors = llama_tensors(400)
     metadata = {
         key.replace("llama.", "other."): value for key, value in llama_metadata().items()

@@ -134,13 +134,13 @@ def test_an_unknown_tensor_is_named_with_its_neighbours(sharded):
 
 
 @pytest.mark.parametrize("missing", [1, 2, 3])
-def test_a_missing_shard_is_named(sharded, missing):
+def test_a71_a_missing_shard_is_named(sharded, missing):
     file = f"model-{missing:05}-of-00003.safetensors"
     (sharded / file).unlink()
     refused(sharded, file, "not there")
 
 
-def test_a_tensor_listed_in_the_wrong_shard_is_named(sharded):
+def test_a71_a_tensor_listed_in_the_wrong_shard_is_named(sharded):
     edit_index(sharded, "t1", "model-00003-of-00003.safetensors")
     refused(sharded, "'t1'", "model-00003-of-00003", "model-00001-of-00003")
 
@@ -157,7 +157,7 @@ def test_an_index_entry_that_is_no_file_is_named(sharded, file):
 
 
 @pytest.mark.parametrize("cut", [1, 1000, 3300])
-def test_a_cut_off_shard_is_refused_before_any_tensor_is_used(sharded, cut):
+def test_a72_a_cut_off_shard_is_refused_before_any_tensor_is_used(sharded, cut):
     path = sharded / "model-00002-of-00003.safetensors"
     path.write_bytes(path.read_bytes()[:-cut])
     refused(sharded, path.name, "cut off")
@@ -183,7 +183,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("kind", DAMAGED)
-def test_a_damaged_header_is_named(tmp_path, kind):
+def test_a72_a_damaged_header_is_named(tmp_path, kind):
     write_config(tmp_path)
     damaged, options, word = DAMAGED[kind]
     raw_file(tmp_path / "model.safetensors", {"a": damaged}, bytes(8), **options)
@@ -191,7 +191,7 @@ def test_a_damaged_header_is_named(tmp_path, kind):
 
 
 @pytest.mark.parametrize("second", [(4, 12), (0, 8), (0, 4)])
-def test_overlapping_tensors_are_named(tmp_path, second):
+def test_a72_overlapping_tensors_are_named(tmp_path, second):
     write_config(tmp_path)
     begin, end = second
     header = {"a": GOOD, "b": entry("F32", [(end - begin) // 4], begin, end)}
@@ -260,7 +260,7 @@ def test_a_gguf_in_the_folder_is_pointed_at(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
-def test_pickles_are_refused_and_never_run(tmp_path, name):
+def test_a75_pickles_are_refused_and_never_run(tmp_path, name):
     sentinel = tmp_path / "sentinel"
     payload = f"open({str(sentinel)!r}, 'w')"
 
@@ -293,7 +293,7 @@ OPENED = Opened()
 
 
 @pytest.mark.parametrize("how", ["relative", "absolute", "backslash", "nested", "link", "dot"])
-def test_a_shard_outside_the_folder_is_refused_and_not_opened(tmp_path, how):
+def test_a76_a_shard_outside_the_folder_is_refused_and_not_opened(tmp_path, how):
     model, outside = tmp_path / "model", tmp_path / "outside"
     model.mkdir(), outside.mkdir()
     save_file({"a": np.ones(2, np.float32)}, outside / "x.safetensors")
@@ -321,14 +321,14 @@ def test_a_shard_outside_the_folder_is_refused_and_not_opened(tmp_path, how):
     ]
 
 
-def test_an_encoded_path_is_only_a_file_name(tmp_path):
+def test_a76_an_encoded_path_is_only_a_file_name(tmp_path):
     write_config(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "..%2fx.safetensors"}}))
     refused(tmp_path, "..%2fx.safetensors", "not there")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_a_link_out_of_the_folder_is_refused(tmp_path, name):
+def test_a76_a_link_out_of_the_folder_is_refused(tmp_path, name):
     model = tmp_path / "model"
     model.mkdir()
     write_config(model)

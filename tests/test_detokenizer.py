@@ -74,7 +74,7 @@ class Result:
 
 
 @pytest.mark.parametrize("text", ["🎉", "中", "a🎉b中文c", "é🎉\n", "👩‍👩‍👧‍👦 family"])
-def test_a_character_over_several_tokens_comes_whole(text):
+def test_a46_a_character_over_several_tokens_comes_whole(text):
     ids = byte_ids(text)
     assert len(ids) == len(text.encode())
     result = Result(BYTE_LEVEL, ids)
@@ -84,7 +84,7 @@ def test_a_character_over_several_tokens_comes_whole(text):
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
-def test_a_character_that_was_cut_off_is_one_mark(cut):
+def test_a46_a_character_that_was_cut_off_is_one_mark(cut):
     result = Result(BYTE_LEVEL, byte_ids("a🎉")[: 1 + cut])
     assert result.before_finish == "a"
     assert result.text == "a\ufffd"
@@ -100,7 +100,7 @@ def test_malformed_bytes_do_not_pile_up():
     assert result.text == "\ufffd" * 1000
 
 
-def test_spaces_between_sentencepiece_tokens_stay():
+def test_a49_spaces_between_sentencepiece_tokens_stay():
     result = Result(SENTENCEPIECE, piece_ids("▁Hello", "▁world", "▁!"))
     assert result.deltas[:3] == ["Hello", " world", " !"]
     assert result.text == "Hello world !"
@@ -140,7 +140,7 @@ def test_special_tokens_are_left_out_or_not():
         (["一", "二三", "四"], ["三四"], "一二", "三四"),
     ],
 )
-def test_stop_strings(tokens, stop, text, reason):
+def test_a47_stop_strings(tokens, stop, text, reason):
     tokenizer, ids = strings_as_tokens(*tokens)
     result = Result(tokenizer, ids, stop=stop)
     assert (result.text, result.stop_reason) == (text, reason)
@@ -150,7 +150,7 @@ def test_stop_strings(tokens, stop, text, reason):
     assert (at_once.text, at_once.stop_reason) == (text, reason)
 
 
-def test_nothing_that_may_still_be_a_stop_is_shown():
+def test_a47_nothing_that_may_still_be_a_stop_is_shown():
     tokenizer, ids = strings_as_tokens("Hi", "\nUs", "er", "!", "\n", "User:", "x")
     result = Result(tokenizer, ids, stop=["\nUser:"])
     assert result.deltas == ["Hi", "", "", "\nUser!", "", "", "", "", ""]
@@ -210,7 +210,7 @@ PARTS = {
 @pytest.mark.parametrize("kind", PARTS)
 @settings(max_examples=300)
 @given(data=st.data(), stops=STOPS, sizes=SIZES, included=st.booleans(), skip=st.booleans())
-def test_the_joined_stream_is_the_whole_text_up_to_its_stop(
+def test_a48_the_joined_stream_is_the_whole_text_up_to_its_stop(
     kind, data, stops, sizes, included, skip
 ):
     tokenizer, token = PARTS[kind]

@@ -46,7 +46,7 @@ def change_tensors(directory: Path, **changes: np.ndarray | None) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-def test_tied_without_a_head_uses_the_embedding(tmp_path, caplog):
+def test_a70_tied_without_a_head_uses_the_embedding(tmp_path, caplog):
     config = write_tiny_llama(tmp_path, tie_word_embeddings=True)
     tensors = load_file(tmp_path / "model.safetensors")
     assert "lm_head.weight" not in tensors
@@ -54,7 +54,7 @@ def test_tied_without_a_head_uses_the_embedding(tmp_path, caplog):
     assert caplog.records == []
 
 
-def test_tied_with_another_head_ignores_it_and_warns(tmp_path, caplog):
+def test_a70_tied_with_another_head_ignores_it_and_warns(tmp_path, caplog):
     config = write_tiny_llama(tmp_path, tie_word_embeddings=True)
     tensors = load_file(tmp_path / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
@@ -74,7 +74,7 @@ def test_tied_with_the_same_head_says_nothing(tmp_path, caplog):
     assert caplog.records == []
 
 
-def test_untied_without_a_head_is_an_error(tmp_path):
+def test_a70_untied_without_a_head_is_an_error(tmp_path):
     write_tiny_llama(tmp_path)
     change_tensors(tmp_path, lm_head__weight=None)
     with pytest.raises(ModelLoadError, match=r"missing: lm_head\.weight"):

@@ -104,7 +104,7 @@ def load_once(directory: Path) -> Tokenizer:
 
 
 @pytest.mark.parametrize("source", ["post-processor", "tokenizer_config", "both"])
-def test_there_is_one_bos(tmp_path, source):
+def test_a57_there_is_one_bos(tmp_path, source):
     backend = BYTE_LEVEL if source == "tokenizer_config" else add_bos(BYTE_LEVEL, "<|b|>")
     options = {} if source == "post-processor" else {"add_bos_token": True}
     tokenizer = load_tokenizer(write_folder(tmp_path, backend, **options, chat_template=WITH_BOS))
@@ -118,7 +118,7 @@ def test_there_is_one_bos(tmp_path, source):
     assert tokenizer.encode(tokenizer.apply_chat_template([USER])) == [0, 1, *plain, 2]
 
 
-def test_a_chat_has_the_special_tokens_that_its_template_writes(tmp_path):
+def test_a57_a_chat_has_the_special_tokens_that_its_template_writes(tmp_path):
     backend = add_bos(BYTE_LEVEL, "<|b|>")
     tokenizer = load_tokenizer(write_folder(tmp_path, backend, chat_template="<|s|>the dog"))
     assert tokenizer.encode_chat([USER]) == [1, *tokenizer.encode("the dog")[1:]]
