@@ -1,4 +1,4 @@
-"""A served fake engine on a real socket, in a thread of the test, and raw HTTP to talk to it."""
+"""A served engine on a real socket, in a thread of the test, and raw HTTP to talk to it."""
 
 import contextlib
 import http.client
@@ -8,14 +8,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
 
+from paged_jax import AsyncEngine, Engine, EngineConfig
+from paged_jax.progress import SilentProgress
 from serve import ServeOptions, create_app
-from tests.fake_engine import FakeEngine
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 
 def wait_until(condition: Callable[[], object], within_s: float = PATIENCE_S) -> float:
@@ -30,7 +33,7 @@ def wait_until(condition: Callable[[], object], within_s: float = PATIENCE_S) ->
 
 @dataclass(frozen=True)
 class LiveServer:
-    engine: FakeEngine
+    engine: Any  # a FakeEngine or an AsyncEngine
     port: int
 
     @property
@@ -52,6 +55,27 @@ class LiveServer:
                 answer.read(),
             )
 
+    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        """Status and decoded body of a request with a JSON answer."""
+        status, _, answer = self.request("POST", path, body, headers)
+        return status, json.loads(answer)
+
+    def scrape(self) -> dict[tuple[str, frozenset], float]:
+        """Every series of /metrics: its value by its name and its labels."""
+        status, headers, body = self.request("GET", "/metrics")
+        assert status == 200
+        assert headers["content-type"].startswith("text/plain; version=0.0.4")
+        return {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(body.decode())
+            for sample in family.samples
+        }
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of the series with these labels and the model's."""
+        labels = {"model_name": self.engine.model_name, "engine": "0"} | labels
+        return self.scrape()[name, frozenset(labels.items())]
+
     def open(self, path: str, body: Any) -> socket.socket:
         """A socket on which the request was sent and nothing was read."""
         data = json.dumps(body).encode()
@@ -63,7 +87,7 @@ class LiveServer:
 
 @contextlib.contextmanager
 def live_server(
-    engine: FakeEngine, options: ServeOptions | None = None, *, ready: bool = True
+    engine: Any, options: ServeOptions | None = None, *, ready: bool = True
 ) -> Iterator[LiveServer]:
     """The engine behind uvicorn on a free port of 127.0.0.1; stopped at the end of the block."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -88,7 +112,31 @@ def live_server(
         thread.join(PATIENCE_S)
         listener.close()
         assert not thread.is_alive()
-        assert not engine.running, "a request outlived its server"
+        assert not engine.stats().num_running, "a request outlived its server"
+
+
+@contextlib.contextmanager
+def tiny_server(
+    directory: Path, options: ServeOptions | None = None, **config: Any
+) -> Iterator[LiveServer]:
+    """The model in `directory`, served by the real engine, which takes and gives token ids.
+
+    At the end the engine's books are checked.
+    """
+    small = {
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "block_size": 4,
+        "max_model_len": 128,
+        "num_blocks": 200,
+    }
+    chosen = EngineConfig(model=str(directory), **(small | config))
+    engine = Engine.from_pretrained(chosen, progress=SilentProgress())
+    with live_server(AsyncEngine(chosen, make_engine=lambda: engine), options) as server:
+        yield server
+        wait_until(lambda: not engine.has_unfinished)
+    engine.scheduler.check_invariants()
 
 
 def events(stream: bytes) -> list[Any]:

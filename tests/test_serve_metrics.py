@@ -5,30 +5,12 @@ import threading
 
 import pytest
 from prometheus_client import REGISTRY
-from prometheus_client.parser import text_string_to_metric_families
 
 from serve import ServeOptions
 from tests.fake_engine import FakeEngine
 from tests.live_server import LiveServer, live_server, wait_until
 
 COMPLETIONS = "/v1/completions"
-MODEL = {"model_name": "fake/model", "engine": "0"}
-
-
-def scrape(server: LiveServer) -> dict[tuple[str, frozenset], float]:
-    status, headers, body = server.request("GET", "/metrics")
-    assert status == 200
-    assert headers["content-type"].startswith("text/plain; version=0.0.4")
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(body.decode())
-        for sample in family.samples
-    }
-
-
-def value(server: LiveServer, name: str, **labels: str) -> float:
-    """Of the series with these labels and the model's."""
-    return scrape(server)[name, frozenset((MODEL | labels).items())]
 
 
 def complete(server: LiveServer, **body) -> int:
@@ -41,11 +23,11 @@ def test_the_series_that_routers_read():
             server.open(COMPLETIONS, {"prompt": "hi", "max_tokens": 500, "stream": True})
         ):
             wait_until(lambda: server.engine.running)
-            assert value(server, "vllm:num_requests_running") == 1
-            assert value(server, "vllm:num_requests_waiting") == 0
-            assert value(server, "vllm:kv_cache_usage_perc") == 1 / 64
+            assert server.metric("vllm:num_requests_running") == 1
+            assert server.metric("vllm:num_requests_waiting") == 0
+            assert server.metric("vllm:kv_cache_usage_perc") == 1 / 64
         config = {"block_size": "16", "num_gpu_blocks": "65"}
-        assert value(server, "vllm:cache_config_info", **config) == 1
+        assert server.metric("vllm:cache_config_info", **config) == 1
 
 
 def test_a91_gauges_show_the_truth_after_everybody_left():
@@ -53,56 +35,72 @@ def test_a91_gauges_show_the_truth_after_everybody_left():
         body = {"prompt": "hi", "max_tokens": 500, "stream": True}
         connections = [server.open(COMPLETIONS, body) for _ in range(20)]
         wait_until(lambda: len(server.engine.running) == 20)
-        assert value(server, "vllm:num_requests_running") == 20
+        assert server.metric("vllm:num_requests_running") == 20
         for connection in connections:
             connection.close()
         wait_until(lambda: not server.engine.running)
-        assert value(server, "vllm:num_requests_running") == 0
-        assert value(server, "vllm:kv_cache_usage_perc") == 0
+        assert server.metric("vllm:num_requests_running") == 0
+        assert server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_blocks_by_state():
+    with live_server(FakeEngine()) as server:
+        for name, states in (
+            ("paged_jax:kv_blocks", {"used": 10, "cached": 20, "free": 34}),
+            ("paged_jax:host_kv_blocks", {"used": 6, "cached": 2, "free": 42}),
+        ):
+            assert {state: server.metric(name, state=state) for state in states} == states
 
 
 def test_counters_are_the_engines_own():
     with live_server(FakeEngine()) as server:
         complete(server)
         complete(server, prompt=[1, 2], max_tokens=3)
-        assert value(server, "vllm:prompt_tokens_total") == 5
-        assert value(server, "vllm:generation_tokens_total") == 7
-        assert value(server, "vllm:num_preemptions_total") == 3
-        assert value(server, "vllm:prefix_cache_queries_total") == 40
-        assert value(server, "vllm:prefix_cache_hits_total") == 16
-        assert value(server, "paged_jax:steps_total", kind="decode") == 7
-        assert value(server, "paged_jax:padding_tokens_total") == 7
-        assert value(server, "paged_jax:compiles_total") == 5
-        assert value(server, "paged_jax:compile_seconds_total") == 1.5
-        assert value(server, "paged_jax:late_compiles_total") == 0
+        assert server.metric("vllm:prompt_tokens_total") == 5
+        assert server.metric("vllm:generation_tokens_total") == 7
+        assert server.metric("vllm:num_preemptions_total") == 3
+        assert server.metric("vllm:prefix_cache_queries_total") == 40
+        assert server.metric("vllm:prefix_cache_hits_total") == 16
+        assert server.metric("paged_jax:steps_total", kind="decode") == 7
+        assert server.metric("paged_jax:padding_tokens_total") == 7
+        assert server.metric("paged_jax:swaps_total") == 8
+        assert server.metric("paged_jax:swapped_blocks_total", direction="out") == 9
+        assert server.metric("paged_jax:swapped_blocks_total", direction="in") == 11
+        assert server.metric("paged_jax:copied_blocks_total") == 12
+        assert server.metric("paged_jax:step_seconds_total", phase="host") == 0.25
+        assert server.metric("paged_jax:step_seconds_total", phase="device") == 0.75
+        assert server.metric("paged_jax:compile_cache_hits_total") == 4
+        assert server.metric("paged_jax:compiles_total") == 5
+        assert server.metric("paged_jax:compile_seconds_total") == 1.5
+        assert server.metric("paged_jax:late_compiles_total") == 0
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_times_and_sizes_of_a_finished_request(streamed):
     with live_server(FakeEngine(delay_s=0.02, prefill_s=0.1)) as server:
         complete(server, stream=streamed)
-        assert value(server, "vllm:time_to_first_token_seconds_count") == 1
-        assert 0.1 < value(server, "vllm:time_to_first_token_seconds_sum") < 5
-        assert value(server, "vllm:inter_token_latency_seconds_count") == 3
-        assert 0.05 < value(server, "vllm:inter_token_latency_seconds_sum") < 5
-        assert value(server, "vllm:request_time_per_output_token_seconds_count") == 1
-        assert value(server, "vllm:e2e_request_latency_seconds_count") == 1
-        first = value(server, "vllm:time_to_first_token_seconds_sum")
-        rest = value(server, "vllm:inter_token_latency_seconds_sum")
-        whole = value(server, "vllm:e2e_request_latency_seconds_sum")
+        assert server.metric("vllm:time_to_first_token_seconds_count") == 1
+        assert 0.1 < server.metric("vllm:time_to_first_token_seconds_sum") < 5
+        assert server.metric("vllm:inter_token_latency_seconds_count") == 3
+        assert 0.05 < server.metric("vllm:inter_token_latency_seconds_sum") < 5
+        assert server.metric("vllm:request_time_per_output_token_seconds_count") == 1
+        assert server.metric("vllm:e2e_request_latency_seconds_count") == 1
+        first = server.metric("vllm:time_to_first_token_seconds_sum")
+        rest = server.metric("vllm:inter_token_latency_seconds_sum")
+        whole = server.metric("vllm:e2e_request_latency_seconds_sum")
         assert first + rest == pytest.approx(whole, abs=1e-3)
-        assert value(server, "vllm:request_prompt_tokens_sum") == 3
-        assert value(server, "vllm:request_generation_tokens_sum") == 4
-        assert value(server, "vllm:request_params_max_tokens_sum") == 4
-        assert value(server, "vllm:request_params_n_sum") == 1
-        assert value(server, "vllm:request_success_total", finished_reason="length") == 1
+        assert server.metric("vllm:request_prompt_tokens_sum") == 3
+        assert server.metric("vllm:request_generation_tokens_sum") == 4
+        assert server.metric("vllm:request_params_max_tokens_sum") == 4
+        assert server.metric("vllm:request_params_n_sum") == 1
+        assert server.metric("vllm:request_success_total", finished_reason="length") == 1
 
 
 def test_series_are_there_before_the_first_request():
     with live_server(FakeEngine()) as server:
-        assert value(server, "vllm:time_to_first_token_seconds_count") == 0
+        assert server.metric("vllm:time_to_first_token_seconds_count") == 0
         for reason in ("stop", "length", "abort", "error"):
-            assert value(server, "vllm:request_success_total", finished_reason=reason) == 0
+            assert server.metric("vllm:request_success_total", finished_reason=reason) == 0
 
 
 def test_a93_aborted_requests_are_counted_and_leave_no_times():
@@ -112,16 +110,16 @@ def test_a93_aborted_requests_are_counted_and_leave_no_times():
         wait_until(lambda: engine.running)
         before_first.close()
         wait_until(lambda: engine.num_aborted == 1)
-        assert value(server, "vllm:request_success_total", finished_reason="abort") == 1
-        assert value(server, "vllm:time_to_first_token_seconds_count") == 0
+        assert server.metric("vllm:request_success_total", finished_reason="abort") == 1
+        assert server.metric("vllm:time_to_first_token_seconds_count") == 0
         after_three = server.open(COMPLETIONS, {"prompt": "hi", "max_tokens": 500})
         wait_until(lambda: engine.num_tokens >= 3)
         after_three.close()
         wait_until(lambda: engine.num_aborted == 2)
-        assert value(server, "vllm:request_success_total", finished_reason="abort") == 2
-        assert value(server, "vllm:e2e_request_latency_seconds_count") == 0
-        assert value(server, "vllm:request_generation_tokens_count") == 0
-        assert value(server, "vllm:generation_tokens_total") == engine.num_tokens
+        assert server.metric("vllm:request_success_total", finished_reason="abort") == 2
+        assert server.metric("vllm:e2e_request_latency_seconds_count") == 0
+        assert server.metric("vllm:request_generation_tokens_count") == 0
+        assert server.metric("vllm:generation_tokens_total") == engine.num_tokens
 
 
 @pytest.mark.parametrize(
@@ -131,8 +129,8 @@ def test_failed_requests_are_counted(wrong):
     with live_server(FakeEngine(**wrong)) as server:
         assert complete(server) >= 500
         server.engine.state = "ready"
-        assert value(server, "vllm:request_success_total", finished_reason="error") == 1
-        assert value(server, "vllm:e2e_request_latency_seconds_count") == 0
+        assert server.metric("vllm:request_success_total", finished_reason="error") == 1
+        assert server.metric("vllm:e2e_request_latency_seconds_count") == 0
 
 
 def test_refused_requests_never_count_as_finished():
@@ -141,29 +139,29 @@ def test_refused_requests_never_count_as_finished():
         assert complete(server, prompt=[10**6]) == 400
         reasons = ("stop", "length", "abort", "error")
         assert not any(
-            value(server, "vllm:request_success_total", finished_reason=r) for r in reasons
+            server.metric("vllm:request_success_total", finished_reason=r) for r in reasons
         )
 
 
 def test_unknown_fields_are_counted_without_their_names():
     with live_server(FakeEngine()) as server:
         complete(server, tempreature=1, foo=2)
-        assert scrape(server)["paged_jax:unknown_fields_total", frozenset()] == 2
+        assert server.scrape()["paged_jax:unknown_fields_total", frozenset()] == 2
 
 
 def test_the_prefix_is_an_option():
     with live_server(FakeEngine(), ServeOptions(metrics_prefix="paged_jax")) as server:
         complete(server)
-        assert value(server, "paged_jax:num_requests_running") == 0
-        assert value(server, "paged_jax:time_to_first_token_seconds_count") == 1
-        assert not any(name.startswith("vllm:") for name, _ in scrape(server))
+        assert server.metric("paged_jax:num_requests_running") == 0
+        assert server.metric("paged_jax:time_to_first_token_seconds_count") == 1
+        assert not any(name.startswith("vllm:") for name, _ in server.scrape())
 
 
 def test_two_servers_in_one_process_count_apart():
     with live_server(FakeEngine()) as one, live_server(FakeEngine()) as two:
         complete(one)
-        assert value(one, "vllm:time_to_first_token_seconds_count") == 1
-        assert value(two, "vllm:time_to_first_token_seconds_count") == 0
+        assert one.metric("vllm:time_to_first_token_seconds_count") == 1
+        assert two.metric("vllm:time_to_first_token_seconds_count") == 0
     assert not any(family.name.startswith("vllm:") for family in REGISTRY.collect())
 
 
@@ -171,14 +169,14 @@ def test_the_engine_is_not_asked_before_it_is_there():
     engine = FakeEngine(start_s=0.6)
     engine.stats = None  # calling it would be a server error
     with live_server(engine, ready=False) as server:
-        found = scrape(server)
+        found = server.scrape()
         states = {dict(labels)["state"]: v for (_, labels), v in found.items() if labels}
         assert sum(states.values()) == 1
         assert states["loading"] + states["compiling"] == 1
         assert not any(name.startswith("vllm:") for name, _ in found)
         wait_until(lambda: engine.state == "ready")
         del engine.stats
-        assert scrape(server)["paged_jax:engine_state", frozenset({("state", "ready")})] == 1
+        assert server.scrape()["paged_jax:engine_state", frozenset({("state", "ready")})] == 1
 
 
 def test_scraping_while_tokens_flow():
@@ -187,7 +185,7 @@ def test_scraping_while_tokens_flow():
         thread.start()
         totals = []
         while thread.is_alive():
-            totals.append(value(server, "vllm:generation_tokens_total"))
+            totals.append(server.metric("vllm:generation_tokens_total"))
         thread.join()
         assert totals == sorted(totals)
-        assert value(server, "vllm:generation_tokens_total") == 200
+        assert server.metric("vllm:generation_tokens_total") == 200
