@@ -1,4 +1,4 @@
-"""The command line: `paged-jax pull | generate | serve | doctor`.
+"""The command line: `paged-jax pull | generate | serve | bench | doctor`.
 
 Each command imports what it needs when it runs: `--help` and `--version` load no JAX.
 """
@@ -118,6 +118,18 @@ def _serve(arguments: argparse.Namespace) -> int:
     return run_server(config, options, host=arguments.host, port=arguments.port)
 
 
+def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    from paged_jax.bench.commands import add_arguments
+
+    add_arguments(parser)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from paged_jax.bench.commands import run
+
+    return run(arguments)
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from paged_jax.doctor import run_doctor
 
@@ -129,6 +141,9 @@ COMMANDS = {
     "generate": Command("answer prompts, one or thousands", _add_generate_arguments, _generate),
     "serve": Command(
         "serve a model over HTTP, as OpenAI's clients expect", _add_serve_arguments, _serve
+    ),
+    "bench": Command(
+        "measure the engine, beside baselines, peers and the machine", _add_bench_arguments, _bench
     ),
     "doctor": Command("look at this machine and say what to do", lambda parser: None, _doctor),
 }

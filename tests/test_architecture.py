@@ -53,7 +53,7 @@ FLOORS = (
     {"model_runner", "plan"},
     {"engine"},
     {"async_engine", "llm"},
-    {"machine", "doctor", "generate", "cli", "__init__", "__main__"},
+    {"machine", "doctor", "generate", "bench", "cli", "__init__", "__main__"},
 )
 
 

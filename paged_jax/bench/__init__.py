@@ -1,0 +1,1 @@
+"""`paged-jax bench`: what the engine does, beside baselines, peers and the machine's limits."""

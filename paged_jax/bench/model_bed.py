@@ -1,0 +1,140 @@
+"""Runs traces on engines over one loaded model."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from paged_jax.bench.beds import Measured, described
+from paged_jax.bench.drive import drive
+from paged_jax.bench.figures import scheduling_figures, timing_figures
+from paged_jax.bench.trace import Trace, TraceRequest
+from paged_jax.compile_cache import use_compile_cache
+from paged_jax.config import EngineConfig
+from paged_jax.engine import Engine
+from paged_jax.hub import resolve_model
+from paged_jax.models import ServedModel, load_model
+from paged_jax.plan import choose_dtype
+from paged_jax.progress import Progress
+from paged_jax.sharding import choose_device
+from paged_jax.tokenizer import load_tokenizer
+
+__all__ = ["ModelBed", "ModelSize", "load_bed"]
+
+NOT_NEEDED = ("copy", "sample_logprobs")
+WARM_PROMPT_LEN, WARM_OUTPUT_LEN, NUM_WARM_REQUESTS = 32, 3, 2
+
+
+def load_bed(config: EngineConfig, progress: Progress) -> "ModelBed":
+    """Load the model that the configuration names."""
+    files = resolve_model(config.model, progress=progress)
+    use_compile_cache(config.compilation_cache_dir)
+    device = choose_device(config.device)
+    with jax.default_device(device):
+        model = load_model(files.directory, dtype=choose_dtype(config, device), progress=progress)
+    return ModelBed(model, files.name, progress, directory=files.directory)
+
+
+class ModelBed:
+    """The engines share parameters and, through the disk, compiled programs."""
+
+    def __init__(
+        self, model: ServedModel, name: str, progress: Progress, *, directory: Path | None = None
+    ):
+        """`directory` is where the model's tokenizer lies, for a trace of texts."""
+        self.model = model
+        self.name = name
+        self._progress = progress
+        self._directory = directory
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Token ids of a prompt; the tokenizer is loaded at the first one."""
+        assert self._directory is not None, "this model came without files"
+        return load_tokenizer(self._directory).encode(text)
+
+    @contextlib.contextmanager
+    def engine(self, config: EngineConfig) -> Iterator["PreparedEngine"]:
+        """A new engine with every program compiled that a greedy request without extras needs."""
+        engine = Engine(self.model, config, name=self.name, progress=self._progress)
+        programs = [p for p in engine.runner.programs() if p.kind not in NOT_NEEDED]
+        try:
+            with self._progress.track("compiling", len(programs), unit="programs") as advance:
+                engine.runner.compile_all(programs, done=lambda program: advance(1))
+            yield PreparedEngine(engine, ModelSize.of(self.model), self._progress)
+        finally:
+            engine.close()
+
+
+class PreparedEngine:
+    """A warm engine; every measurement begins with an empty prefix cache."""
+
+    def __init__(self, engine: Engine, size: "ModelSize", progress: Progress):
+        self.engine = engine
+        self._size = size
+        self._progress = progress
+        self._warm_up: dict[str, float] | None = None
+
+    def measure(self, trace: Trace, *, label: str, arrivals: bool = False) -> Measured:
+        """Serve the trace. What was compiled before is not in its time."""
+        engine = self.engine
+        drive(engine, _warm_requests(trace))
+        engine.scheduler.forget_prefixes()
+        before = engine.stats()
+        if self._warm_up is None:
+            self._warm_up = {"compiles": before.compiles, "compile_s": before.compile_s}
+        with self._progress.track(label, trace.num_output_tokens, unit="tokens") as advance:
+            run = drive(engine, trace.requests, arrivals=arrivals, advance=advance)
+        after = engine.stats()
+        computed = sum(record.num_tokens for record in run.records)
+        sampled = sum(record.num_sampled for record in run.records)
+        figures = {
+            **timing_figures(run),
+            **scheduling_figures(run, engine.scheduler.config),
+            "compiles": after.compiles - before.compiles,
+            "compile_s": after.compile_s - before.compile_s,
+            "warm_up": self._warm_up,
+            "flop_s": self._size.flop(computed, sampled) / run.seconds,
+            "config": described(engine.config, engine.scheduler.config),
+        }
+        return Measured(run, figures)
+
+
+def _warm_requests(trace: Trace) -> list[TraceRequest]:
+    """A few short ones: what is slow only the first time is over when the clock starts."""
+    return [
+        dataclasses.replace(
+            request,
+            prompt_token_ids=request.prompt_token_ids[:WARM_PROMPT_LEN],
+            max_tokens=min(request.max_tokens, WARM_OUTPUT_LEN),
+        )
+        for request in trace.requests[:NUM_WARM_REQUESTS]
+    ]
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameters by what they cost: a table of V x E is looked up, or multiplies as the head."""
+
+    num_matrix_params: int  # all but the tables of V x E
+    num_head_params: int  # V x E
+    num_bytes_read: int  # in a step: every parameter but a table that is only looked up
+
+    @classmethod
+    def of(cls, model: ServedModel) -> "ModelSize":
+        shape = (model.vocab_size, model.hidden_size)
+        tables: list[jax.Array] = []
+        others: list[jax.Array] = []
+        for leaf in jax.tree.leaves(model.params):
+            (tables if leaf.shape == shape else others).append(leaf)
+        return cls(
+            num_matrix_params=sum(leaf.size for leaf in others),
+            num_head_params=model.vocab_size * model.hidden_size,
+            num_bytes_read=sum(leaf.nbytes for leaf in (*others, *tables[:1])),
+        )
+
+    def flop(self, num_tokens: int, num_sampled: int) -> int:
+        """Two for each matrix parameter and token, and for the head's at each sampled row."""
+        return 2 * (self.num_matrix_params * num_tokens + self.num_head_params * num_sampled)

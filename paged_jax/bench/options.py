@@ -1,0 +1,54 @@
+"""What can be chosen about each benchmark: frozen values, which also make the flags."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from paged_jax.errors import ConfigError
+
+__all__ = ["OfflineOptions"]
+
+
+def _option(default: Any, doc: str) -> Any:
+    return field(default=default, metadata={"doc": doc})
+
+
+def _require_positive(options: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"{name} must be above 0, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineOptions:
+    """How a trace is run through the engine."""
+
+    json: str | None = _option(None, "write every figure to this file")
+    num_prompts: int | None = _option(None, "only the first N requests of the trace")
+    arrivals: bool = _option(False, "requests come at their arrival_s (default: all at once)")
+    compare: bool = _option(
+        False, "also run the baselines: static batches, reserved blocks, no prefix cache"
+    )
+    simulate: bool = _option(False, "the scheduler alone, without a model: steps but no times")
+    repeat: int | None = _option(
+        None, "rounds; the one of median time is reported (default: 1, beside a peer 3)"
+    )
+    against: tuple[str, ...] = _option(
+        (),
+        "a peer's command, run in turn with ours; its last line is JSON with total_tok_s. May be "
+        "given several times",
+    )
+    calibrate: bool = _option(
+        True, "measure what the machine can do, and give shares of it (not in a simulation)"
+    )
+
+    def __post_init__(self):
+        _require_positive(self, "num_prompts", "repeat")
+        if self.compare and self.against:
+            raise ConfigError("compare and against are two different comparisons: give one")
+        if self.simulate and (self.against or self.arrivals):
+            raise ConfigError("a simulation has no times: it goes without against and arrivals")
+
+    @property
+    def rounds(self) -> int:
+        return self.repeat or (3 if self.against else 1)
