@@ -74,7 +74,7 @@ def attend_prefills(
     starts = attn.query_start_loc[decode_rows:] - decode_rows
     seq_lens = attn.seq_lens[decode_rows:]
     tile_len = min(QUERY_TILE_LEN, num_tokens)
-    query_lens = jnp.where(seq_lens > 0, starts[1:] - starts[:-1], 0)
+    query_lens = starts[1:] - starts[:-1]
     tiles_end = jnp.cumsum((query_lens + tile_len - 1) // tile_len)
     queries = jnp.pad(q, ((0, tile_len), (0, 0), (0, 0)))
     lane = jnp.arange(tile_len, dtype=jnp.int32)

@@ -23,8 +23,8 @@ def attend_tile(
 ) -> Float[Array, "R Q H D"]:
     """Q queries of each of R rows, in float32; a query with a negative position gives 0.
 
-    Walks the keys from the first that any of the queries sees to the last, a tile of each row at
-    a time, so the work is that of the longest of these rows.
+    Walks each row's keys from the first that its queries see to the last, a tile of every row at
+    a time, so the work is that of the row that has the most of them.
     """
     block_size, table_width = pool.spec.block_size, block_tables.shape[1]
     tile_blocks = min(max(KV_TILE_LEN // block_size, 1), table_width)
@@ -39,12 +39,13 @@ def attend_tile(
     queries = _scale_queries(q, scoring, num_kv_heads)  # [R,K,Q*G,D]
     per_head = jnp.repeat(position, group_size, axis=1)[:, :, None]  # [R,Q*G,1]
 
-    def one_tile(tile, state):
+    def one_tile(i, state):
         top, total, out = state
-        column = tile * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32)
+        tile = first[:, None] + i  # [R,1]
+        column = tile * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32)[None]
         index, exists = _tile_blocks(pool, block_tables, rows, column, layer)
-        key_position = tile * kv_tile_len + jnp.arange(kv_tile_len, dtype=jnp.int32)
-        key_position = key_position[None, None]
+        key_position = tile * kv_tile_len + jnp.arange(kv_tile_len, dtype=jnp.int32)[None]
+        key_position = key_position[:, None]  # [R,1,J]
         seen = jnp.repeat(exists, block_size, axis=1)[:, None] & (key_position <= per_head)
         if scoring.window is not None:
             seen &= key_position > per_head - scoring.window
@@ -66,9 +67,9 @@ def attend_tile(
 
     top, total = _start(queries.shape[:-1], scoring, group_size)
     first, end = _tile_range(position, scoring.window, kv_tile_len)
-    end = jnp.minimum(end, -(-table_width // tile_blocks))
+    num_tiles = jnp.max(jnp.minimum(end, -(-table_width // tile_blocks)) - first)
     state = (top, total, jnp.zeros_like(queries))
-    top, total, out = lax.fori_loop(first, end, one_tile, state)
+    top, total, out = lax.fori_loop(0, num_tiles, one_tile, state)
     out = out / jnp.where(total > 0, total, 1)[..., None]
     if scoring.v_scale is not None:
         out = out * scoring.v_scale[None, :, None, None]
@@ -104,20 +105,21 @@ def _start(
 
 def _tile_range(
     position: Int[Array, "R Q"], window: int | None, kv_tile_len: int
-) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """First key tile that any query sees, and the one after the last."""
-    end = jnp.max(position) // kv_tile_len + 1
+) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
+    """First key tile that any query of a row sees, and the one after the last."""
+    end = jnp.max(position, axis=1) // kv_tile_len + 1
     if window is None:
         return jnp.zeros_like(end), end
-    lowest = jnp.min(jnp.where(position >= 0, position, MAX_INT32))
-    return jnp.maximum(lowest - window + 1, 0) // kv_tile_len, end
+    lowest = jnp.min(jnp.where(position >= 0, position, MAX_INT32), axis=1)
+    first = jnp.maximum(lowest - window + 1, 0) // kv_tile_len
+    return jnp.minimum(first, end), end
 
 
 def _tile_blocks(
     pool: KVPool,
     block_tables: Int[Array, "S B"],
     rows: Int[Array, " R"],
-    column: Int[Array, " t"],
+    column: Int[Array, "R t"],
     layer: Int[Array, ""],
 ) -> tuple[Int[Array, "R t"], Bool[Array, "R t"]]:
     """Where these columns of the rows' tables lie in the pool, and which of them exist.
@@ -125,7 +127,6 @@ def _tile_blocks(
     An absent one lies past the pool's end.
     """
     table_width = block_tables.shape[1]
-    column = column[None]
     inside = jnp.minimum(column, table_width - 1)
     ids = block_tables.at[rows[:, None], inside].get(mode="promise_in_bounds")
     index = block_in_range(pool.spec, layer, ids)
