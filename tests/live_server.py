@@ -76,10 +76,13 @@ class LiveServer:
         labels = {"model_name": self.engine.model_name, "engine": "0"} | labels
         return self.scrape()[name, frozenset(labels.items())]
 
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
+
     def open(self, path: str, body: Any) -> socket.socket:
         """A socket on which the request was sent and nothing was read."""
         data = json.dumps(body).encode()
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
+        connection = self.connect()
         head = f"POST {path} HTTP/1.1\r\nHost: t\r\nContent-Length: {len(data)}\r\n\r\n"
         connection.sendall(head.encode() + data)
         return connection
