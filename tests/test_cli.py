@@ -276,6 +276,8 @@ def test_output_is_json_lines_in_the_prompts_order(tmp_path, capsys, monkeypatch
                 "token_ids": [5, 6],
                 "finish_reason": "stop",
                 "stop_reason": None,
+                "logprobs": None,
+                "cumulative_logprob": None,
             }
         ],
         "num_prompt_tokens": 3,
