@@ -105,8 +105,8 @@ class EngineConfig:
     warmup: str = _option(
         "lazy",
         DEVICE,
-        "compile the programs when they are first needed (lazy) or at start (full); "
-        "none: like lazy, without remembering what was compiled on disk",
+        "compile every program at start (full), or the one that a step needs when it needs it "
+        "(none); lazy makes do with a larger one until compiling pays",
         choices=WARMUPS,
     )
     compilation_cache_dir: str | None = _option(

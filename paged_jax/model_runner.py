@@ -9,7 +9,8 @@ by rows R, makes logits and tokens of them.
 
 import concurrent.futures
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +35,9 @@ from scheduler import (
 )
 
 __all__ = ["DeviceState", "ModelRunner", "Program", "StepResult", "StepSizes"]
+
+
+PADDING_WORTH_COMPILING = 2000  # padded tokens; a CPU computes them in the time of one program
 
 
 class DeviceState(NamedTuple):
@@ -88,7 +92,8 @@ class ModelRunner:
     """Owns the device state; the engine's thread is its only caller.
 
     `specs[g]` is the pool of block group g, `layer_slots[layer]` says where a layer lives. With
-    `swaps`, blocks can go to the host and come back.
+    `swaps`, blocks can go to the host and come back. If `patient`, steps may use a larger
+    program than they need while theirs is not compiled.
     """
 
     def __init__(
@@ -104,6 +109,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_num_chunks: int,
         swaps: bool = False,
+        patient: bool = False,
     ):
         self.model = model
         self.backend = backend
@@ -117,6 +123,8 @@ class ModelRunner:
         self._params = jax.device_put(model.params, self._sharding)
         self._host_sharding = on_host(mesh)
         self._swaps = swaps
+        self._patient = patient
+        self._num_padded: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._host_blocks = HostBlocks()
         self._compiled: dict[Program, Callable] = {}
         self._state: DeviceState | None = None
@@ -187,9 +195,36 @@ class ModelRunner:
         """The padded sizes that a step of these needs; 0 for what it has none of."""
         if not num_decodes and not num_chunk_tokens:
             return StepSizes(0, 0, 0)
-        decodes, chunk_tokens = self.buckets.pick(num_decodes, num_chunk_tokens)
-        samples = self.buckets.pick_samples(num_samples) if num_samples else 0
+        ideal = self.buckets.pick(num_decodes, num_chunk_tokens)
+        decodes, chunk_tokens = self._choose("backbone", ideal, self.buckets.backbones())
+        samples = 0
+        if num_samples:
+            kind = "sample_logprobs" if logprobs else "sample"
+            rows = ((r,) for r in self.buckets.samples)
+            (samples,) = self._choose(kind, (self.buckets.pick_samples(num_samples),), rows)
         return StepSizes(decodes, chunk_tokens, samples, logprobs)
+
+    def _choose(
+        self, kind: str, ideal: tuple[int, ...], sizes: Iterable[tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        """The ideal size; while it is not compiled, a larger one that is.
+
+        Until the padding that this costs would have paid for compiling: `generate` then answers
+        sooner, and a size that is really used gets its program.
+        """
+        if not self._patient or Program(kind, ideal) in self._compiled:
+            return ideal
+        larger = [
+            size
+            for size in sizes
+            if Program(kind, size) in self._compiled
+            and all(have >= need for have, need in zip(size, ideal, strict=True))
+        ]
+        if not larger:
+            return ideal
+        chosen = min(larger, key=sum)
+        self._num_padded[kind, ideal] += sum(chosen) - sum(ideal)
+        return chosen if self._num_padded[kind, ideal] <= PADDING_WORTH_COMPILING else ideal
 
     def is_compiled(self, program: Program) -> bool:
         return program in self._compiled

@@ -133,6 +133,7 @@ def size_runner(
             max_num_seqs=config.max_num_seqs,
             max_num_chunks=MAX_NUM_CHUNKS,
             swaps=_uses_host(config),
+            patient=config.warmup == "lazy",
         )
 
     if config.num_blocks is not None:
