@@ -1,5 +1,6 @@
 """KV blocks in host memory: where swapped sequences and evicted prefixes wait."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -35,14 +36,17 @@ class HostBlocks:
         """The parcels that hold these (host block, device block) pairs.
 
         With each comes the device block of every block in it, 0 (the null block) where a block
-        is not wanted.
+        is not wanted. A parcel comes again for a block that several sequences want at once.
         """
-        wanted: dict[int, tuple[Parcel, list[int]]] = {}
+        wanted: dict[tuple[int, int], tuple[Parcel, list[int]]] = {}
+        num_times: Counter[int] = Counter()
         for host_id, block_id in pairs:
             parcel, i = self._places[group, host_id]
             size = parcel.arrays[0].shape[0]
-            targets = wanted.setdefault(id(parcel), (parcel, [0] * size))[1]
+            key = (id(parcel), num_times[host_id])
+            targets = wanted.setdefault(key, (parcel, [0] * size))[1]
             targets[i] = block_id
+            num_times[host_id] += 1
         yield from wanted.values()
 
 
