@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from paged_jax.bench.options import OfflineOptions
-from paged_jax.config import EngineConfig
+from paged_jax.bench.options import LatencyOptions, OfflineOptions
+from paged_jax.config import DEVICES, EngineConfig
 from paged_jax.errors import ConfigError
 from paged_jax.flags import add_flags, chosen
 
@@ -87,10 +87,120 @@ def _offline(arguments: argparse.Namespace) -> int:
     return run_offline(EngineConfig(**given), arguments.trace, options)
 
 
+# -- latency, startup, host, calibrate ----------------------------------------------------------
+
+
+def _add_latency(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    group = parser.add_argument_group("Benchmark")
+    group.add_argument(
+        "--batch-sizes",
+        type=int,
+        nargs="+",
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="requests at once; each size is measured (default: 1)",
+    )
+    add_flags(parser, LatencyOptions, group="Benchmark", leave_out={"batch_sizes"})
+    _add_engine_flags(parser)
+
+
+def _latency(arguments: argparse.Namespace) -> int:
+    given = chosen(arguments, LatencyOptions)
+    if "batch_sizes" in given:
+        given["batch_sizes"] = tuple(given["batch_sizes"])
+    options = LatencyOptions(**given)
+    config = _engine_config(
+        arguments,
+        max_num_seqs=max(options.batch_sizes),
+        max_model_len=options.input_len + options.output_len,
+    )
+
+    from paged_jax.bench.latency import run_latency
+
+    return run_latency(config, options)
+
+
+def _add_startup(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    group = parser.add_argument_group("Benchmark")
+    _add_repeat_and_json(group)
+    add_flags(parser, EngineConfig, leave_out={"model", "compilation_cache_dir"})
+
+
+def _startup(arguments: argparse.Namespace) -> int:
+    from paged_jax.bench.startup import run_startup
+
+    config = _engine_config(arguments)
+    return run_startup(config, repeat=arguments.repeat, json_path=arguments.json)
+
+
+def _add_repeat_and_json(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--repeat",
+        type=_count,
+        default=3,
+        metavar="N",
+        help="rounds; medians are reported (default: %(default)s)",
+    )
+    _add_json(group)
+
+
+def _add_json(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--json", metavar="FILE", help="write every figure to this file")
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
+def _add_host(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Benchmark")
+    group.add_argument(
+        "--steps",
+        type=_count,
+        default=200,
+        metavar="N",
+        help="steps that each median is over (default: %(default)s)",
+    )
+    _add_json(group)
+
+
+def _host(arguments: argparse.Namespace) -> int:
+    from paged_jax.bench.host import run_host
+
+    return run_host(steps=arguments.steps, json_path=arguments.json)
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Benchmark")
+    group.add_argument("--device", choices=DEVICES, default="auto", help="what to measure")
+    _add_json(group)
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from paged_jax.bench.calibrate import run_calibrate
+
+    return run_calibrate(arguments.device, arguments.json)
+
+
 BENCHMARKS = {
     "offline": Benchmark(
         "run a trace through the engine; with --compare, through the baselines too",
         _add_offline,
         _offline,
+    ),
+    "latency": Benchmark(
+        "a batch of equal requests, and one decode step taken apart", _add_latency, _latency
+    ),
+    "startup": Benchmark(
+        "from the start of a process to the first token, cold and warm", _add_startup, _startup
+    ),
+    "host": Benchmark("the scheduler's own time, without a model", _add_host, _host),
+    "calibrate": Benchmark(
+        "what this machine can read and multiply at best", _add_calibrate, _calibrate
     ),
 }

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,27 +56,42 @@ class ModelBed:
         assert self._directory is not None, "this model came without files"
         return load_tokenizer(self._directory).encode(text)
 
+    @property
+    def size(self) -> "ModelSize":
+        return ModelSize.of(self.model)
+
+    @contextlib.contextmanager
+    def cold_engine(self, config: EngineConfig) -> Iterator[Engine]:
+        """A new engine that compiles what it needs when it needs it."""
+        engine = Engine(self.model, config, name=self.name, progress=self._progress)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
     @contextlib.contextmanager
     def engine(self, config: EngineConfig) -> Iterator["PreparedEngine"]:
         """A new engine with every program compiled that a greedy request without extras needs."""
-        engine = Engine(self.model, config, name=self.name, progress=self._progress)
-        programs = [p for p in engine.runner.programs() if p.kind not in NOT_NEEDED]
-        try:
+        with self.cold_engine(config) as engine:
+            programs = [p for p in engine.runner.programs() if p.kind not in NOT_NEEDED]
+            began = time.perf_counter()
             with self._progress.track("compiling", len(programs), unit="programs") as advance:
                 engine.runner.compile_all(programs, done=lambda program: advance(1))
-            yield PreparedEngine(engine, ModelSize.of(self.model), self._progress)
-        finally:
-            engine.close()
+            warm_up = {"programs": len(programs), "seconds": time.perf_counter() - began}
+            yield PreparedEngine(engine, self.size, warm_up, self._progress)
 
 
 class PreparedEngine:
     """A warm engine; every measurement begins with an empty prefix cache."""
 
-    def __init__(self, engine: Engine, size: "ModelSize", progress: Progress):
+    def __init__(
+        self, engine: Engine, size: "ModelSize", warm_up: dict[str, float], progress: Progress
+    ):
+        """`warm_up` says what was compiled, and in how many seconds."""
         self.engine = engine
         self._size = size
+        self._warm_up = warm_up
         self._progress = progress
-        self._warm_up: dict[str, float] | None = None
 
     def measure(self, trace: Trace, *, label: str, arrivals: bool = False) -> Measured:
         """Serve the trace. What was compiled before is not in its time."""
@@ -83,8 +99,6 @@ class PreparedEngine:
         drive(engine, _warm_requests(trace))
         engine.scheduler.forget_prefixes()
         before = engine.stats()
-        if self._warm_up is None:
-            self._warm_up = {"compiles": before.compiles, "compile_s": before.compile_s}
         with self._progress.track(label, trace.num_output_tokens, unit="tokens") as advance:
             run = drive(engine, trace.requests, arrivals=arrivals, advance=advance)
         after = engine.stats()

@@ -5,7 +5,7 @@ from typing import Any
 
 from paged_jax.errors import ConfigError
 
-__all__ = ["OfflineOptions"]
+__all__ = ["LatencyOptions", "OfflineOptions"]
 
 
 def _option(default: Any, doc: str) -> Any:
@@ -52,3 +52,22 @@ class OfflineOptions:
     @property
     def rounds(self) -> int:
         return self.repeat or (3 if self.against else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyOptions:
+    """A batch of equal requests."""
+
+    json: str | None = _option(None, "write every figure to this file")
+    batch_sizes: tuple[int, ...] = _option((1,), "requests at once; several may be given")
+    input_len: int = _option(256, "prompt tokens of each request")
+    output_len: int = _option(64, "output tokens of each request")
+    repeat: int = _option(3, "rounds; medians are reported")
+    calibrate: bool = _option(True, "measure what the machine can do, and give shares of it")
+
+    def __post_init__(self):
+        _require_positive(self, "output_len", "repeat")
+        if self.input_len < 2:
+            raise ConfigError(f"input_len must be at least 2, got {self.input_len}")
+        if not self.batch_sizes or min(self.batch_sizes) < 1:
+            raise ConfigError(f"batch_sizes must be above 0, got {self.batch_sizes}")
