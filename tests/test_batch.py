@@ -237,9 +237,10 @@ def test_known_and_unknown_tokens_stand_side_by_side():
     assert batch.positions.tolist() == [3, 6, 0]
 
 
-def test_nothing_is_shared_with_the_scheduler():
+@pytest.mark.parametrize(("d", "c", "r"), [(4, 16, 6), (2, 9, 4)])
+def test_nothing_is_shared_with_the_scheduler(d, c, r):
     engine, output = mixed_step()
-    batch = lay_out(engine, output, d=4, c=16)
+    batch = lay_out(engine, output, d=d, c=c, r=r)
     rows = engine.scheduler.rows
     owned = [value for value in vars(rows).values() if isinstance(value, np.ndarray)]
     assert any(array is rows.tables for array in owned)

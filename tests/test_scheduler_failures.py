@@ -132,25 +132,29 @@ def test_a03_a_request_that_ends_between_lookup_and_admission_leaves_nothing(lag
 
 @both_lags
 def test_a03_a_request_that_waits_for_an_elders_blocks_can_be_aborted(lag):
-    engine = make_engine(make_config(num_usable=64, max_num_batched_tokens=8), lag=lag)
-    stem = prompt(240)
+    config = make_config(num_usable=6, block_size=64, max_model_len=448, max_num_batched_tokens=8)
+    engine = make_engine(config, lag=lag)
+    scheduler = engine.scheduler
+    stem = prompt(256)
     elder = engine.add("elder", [*stem, 6], greedy(1))
     checked_step(engine)
+    num_parked = 0
     for i in range(25):
         late = engine.add(f"late{i}", [*stem, 7], greedy(1))
         checked_step(engine)
-        assert elder.sequences[0].num_computed_tokens < 240
+        assert elder.sequences[0].num_computed_tokens < 256
         assert late.sequences[0].status is Status.WAITING
-        assert pool_of(engine).num_available > 1 and engine.scheduler.rows.num_free, "it has room"
-        assert engine.scheduler.num_waiting == 1
+        assert pool_of(engine).num_available > 1 and scheduler.rows.num_free, "it has room"
+        num_parked += scheduler.num_waiting == 1 and len(scheduler.waiting) == 0
         engine.abort(f"late{i}")
-        assert engine.scheduler.num_waiting == 0
-        engine.scheduler.check_invariants()
+        assert scheduler.num_waiting == 0
+        scheduler.check_invariants()
+    assert num_parked > 15
     last = engine.add("last", [*stem, 7], greedy(4))
     finish_all(engine)
-    assert last.num_cached_tokens == 240
+    assert last.num_cached_tokens == 256
     assert num_computed_for(engine, last) == 1 + 3
-    whole = engine.add("whole", prompt(64 * 4 - 1, first=3), greedy(1))
+    whole = engine.add("whole", prompt(6 * 64, first=3), greedy(1))
     finish_all(engine)
     assert_right(engine, elder, last, whole)
 
@@ -399,6 +403,19 @@ def test_a05_a_requests_own_blocks_never_evict_its_hits(lag):
 
 
 @both_lags
+def test_eviction_takes_the_leaves_of_a_prefix_before_its_root(lag):
+    engine = make_engine(make_config(num_usable=6), lag=lag)
+    digests = fill_cache(engine, "first", prompt(16))
+    fill_cache(engine, "other", prompt(13, first=2))
+    found = [pool_of(engine).lookup(digest) is not None for digest in digests]
+    assert found == [True, True, False, False]
+    again = engine.add("again", prompt(16), greedy(3))
+    finish_all(engine)
+    assert again.num_cached_tokens == 8
+    assert_right(engine, again)
+
+
+@both_lags
 @pytest.mark.parametrize("max_tokens", [1, 4])
 @pytest.mark.parametrize("num_blocks", [1, 2, 3])
 def test_a06_a_fully_cached_prompt_still_computes_a_token(lag, num_blocks, max_tokens):
@@ -567,6 +584,21 @@ def test_a10_nothing_computed_by_old_weights_is_found_under_new_ones(lag):
 
 
 @both_lags
+def test_a10_the_host_forgets_too(lag):
+    config = make_config(num_usable=8, num_host_blocks=(33,), kv_offload=True)
+    engine = make_engine(config, lag=lag)
+    digests = fill_cache(engine, "first", prompt(17))
+    fill_cache(engine, "other", prompt(31, first=2))
+    assert [pool_of(engine).lookup(digest) for digest in digests] == [None] * 4
+    assert all(host_pool_of(engine).lookup(digest) for digest in digests)
+    engine.scheduler.forget_prefixes()
+    again = engine.add("again", prompt(17), greedy(3))
+    finish_all(engine)
+    assert again.num_cached_tokens == 0
+    assert_right(engine, again)
+
+
+@both_lags
 def test_a12_a_block_is_not_handed_out_while_its_copy_is_in_flight(lag):
     config = make_config(num_usable=14, preemption="swap", num_host_blocks=(33,))
     engine = make_engine(config, lag=lag)
@@ -588,6 +620,38 @@ def test_a12_a_block_is_not_handed_out_while_its_copy_is_in_flight(lag):
     whole = 12 + 35
     assert num_computed_for(engine, victim) == whole, "nothing was computed twice"
     assert swapped_in
+    assert_right(engine, elder, victim)
+
+
+@both_lags
+def test_a12_a_host_block_is_not_handed_out_while_its_copy_is_in_flight(lag):
+    """The victim is aborted as soon as it was swapped out: the copy goes on writing."""
+    config = make_config(num_usable=14, preemption="swap", num_host_blocks=(33,))
+    engine = make_engine(config, lag=lag)
+    elder = engine.add("elder", prompt(5, first=2), greedy(40))
+    victim = engine.add("victim", prompt(12), greedy(36))
+    step_until(engine, lambda: bool(engine.outputs) and any(engine.outputs[-1].moves.swap_outs))
+    targets = [copy.target for copy in engine.outputs[-1].moves.swap_outs]
+    host_pool = host_pool_of(engine)
+    assert all(host_pool.ref_counts[block] for block in targets)
+    engine.abort("victim")
+    assert [host_pool.ref_counts[block] for block in targets] == [lag] * len(targets)
+    checked_step(engine)
+    assert host_pool.num_referenced == 0
+    finish_all(engine)
+    assert_right(engine, elder, victim)
+
+
+@both_lags
+def test_a_host_pool_alone_swaps_nobody(lag):
+    """With `preemption="recompute"` it only keeps evicted prefixes."""
+    config = make_config(num_usable=14, num_host_blocks=(33,), kv_offload=True)
+    engine = make_engine(config, lag=lag)
+    elder = engine.add("elder", prompt(5, first=2), greedy(40))
+    victim = engine.add("victim", prompt(12), greedy(36))
+    finish_all(engine)
+    assert engine.scheduler.num_preemptions == 1
+    assert engine.scheduler.num_swaps == 0
     assert_right(engine, elder, victim)
 
 
@@ -697,6 +761,32 @@ def test_blocks_are_found_only_after_the_update_of_the_step_that_fills_them(lag)
         assert [pool_of(engine).lookup(digest) for digest in digests] == [None, None]
     engine.scheduler.update(output, [5])
     assert all(pool_of(engine).lookup(digest) for digest in digests)
+
+
+@both_lags
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 6, 9, 13])
+def test_a88_a_window_keeps_what_its_queries_see_and_no_more(lag, window):
+    config = make_config(
+        num_usable=0,
+        num_blocks=(81, 81),
+        windows=(None, window),
+        max_num_batched_tokens=10,
+    )
+    engine = make_engine(config, lag=lag)
+    requests = [engine.add(f"r{i}", prompt(21 + i, first=i), greedy(40)) for i in range(3)]
+    step_until(engine, lambda: len(engine.tokens) == 3)
+    full, window_pool = pool_of(engine, 0), pool_of(engine, 1)
+    for _ in range(25):
+        checked_step(engine)
+        # what a row sees, begun blocks at both ends, and one that is dropped with the next
+        assert window_pool.num_referenced <= 3 * (-(-window // 4) + 3)
+    if window < 13:
+        assert window_pool.num_referenced < full.num_referenced
+    finish_all(engine)
+    again = engine.add("again", [*prompt(21), 7, 7, 7], greedy(9))
+    finish_all(engine)
+    assert again.num_cached_tokens == 20
+    assert_right(engine, *requests, again)
 
 
 # -- scheduling ---------------------------------------------------------------------------------

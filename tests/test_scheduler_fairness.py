@@ -185,6 +185,32 @@ def test_a_preempted_sequence_uses_what_is_left_of_its_blocks(lag):
     assert_right(engine, elder, younger)
 
 
+@both_lags
+def test_no_more_are_preempted_than_needed(lag):
+    """The victim's blocks come back with the step in flight: wait for them, take no second one."""
+    engine = make_engine(make_config(num_usable=8), lag=lag)
+    requests = [engine.add("r0", prompt(7, first=9), greedy(12))]
+    requests += [engine.add(f"r{i}", prompt(4, first=i), greedy(4)) for i in range(1, 4)]
+    finish_all(engine)
+    preempted = [s for output in engine.outputs for s in output.preempted]
+    assert preempted == [requests[3].sequences[0]]
+    assert_right(engine, *requests)
+
+
+@both_lags
+def test_a_victim_comes_back_only_when_it_can_stay(lag):
+    """When the first ends there is room for the victim, but not for it beside a growing elder."""
+    engine = make_engine(make_config(num_usable=18), lag=lag)
+    requests = [
+        engine.add("short", prompt(5, first=1), greedy(20)),
+        engine.add("growing", prompt(5, first=2), greedy(40)),
+        engine.add("victim", prompt(30, first=3), greedy(20)),
+    ]
+    finish_all(engine)
+    assert [r.sequences[0].num_preemptions for r in requests] == [0, 0, 1]
+    assert_right(engine, *requests)
+
+
 # -- a prefix in common -------------------------------------------------------------------------
 
 NUM_SIBLINGS, PREFIX_LEN = 63, 208
