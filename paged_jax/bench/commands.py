@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from paged_jax.bench.options import LatencyOptions, OfflineOptions
+from paged_jax.bench.options import LatencyOptions, OfflineOptions, ServingOptions
 from paged_jax.config import DEVICES, EngineConfig
 from paged_jax.errors import ConfigError
 from paged_jax.flags import add_flags, chosen
@@ -85,6 +85,42 @@ def _offline(arguments: argparse.Namespace) -> int:
     from paged_jax.bench.offline import run_offline
 
     return run_offline(EngineConfig(**given), arguments.trace, options)
+
+
+# -- serve --------------------------------------------------------------------------------------
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("Benchmark")
+    group.add_argument(
+        "--base-url",
+        required=True,
+        metavar="URL",
+        help="of a running OpenAI-compatible server, such as http://127.0.0.1:8000",
+    )
+    group.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="as for offline; without one, --num-prompts random prompts are sent",
+    )
+    group.add_argument(
+        "--slo",
+        nargs="+",
+        default=argparse.SUPPRESS,
+        metavar="LIMIT",
+        help="limits that a good request keeps: ttft_ms:500 tpot_ms:50 e2el_ms:9000",
+    )
+    add_flags(parser, ServingOptions, group="Benchmark", leave_out={"slo"})
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    options = ServingOptions(**chosen(arguments, ServingOptions))
+    if arguments.trace is None and options.num_prompts is None:
+        raise ConfigError("give --trace FILE, or --num-prompts N for random ones")
+
+    from paged_jax.bench.serving import run_serving
+
+    return run_serving(arguments.base_url, arguments.trace, options)
 
 
 # -- latency, startup, host, calibrate ----------------------------------------------------------
@@ -192,6 +228,11 @@ BENCHMARKS = {
         "run a trace through the engine; with --compare, through the baselines too",
         _add_offline,
         _offline,
+    ),
+    "serve": Benchmark(
+        "an open-loop load on any OpenAI-compatible server, and on a peer in turn",
+        _add_serve,
+        _serve,
     ),
     "latency": Benchmark(
         "a batch of equal requests, and one decode step taken apart", _add_latency, _latency

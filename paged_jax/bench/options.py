@@ -5,7 +5,7 @@ from typing import Any
 
 from paged_jax.errors import ConfigError
 
-__all__ = ["LatencyOptions", "OfflineOptions"]
+__all__ = ["LatencyOptions", "OfflineOptions", "ServingOptions"]
 
 
 def _option(default: Any, doc: str) -> Any:
@@ -71,3 +71,44 @@ class LatencyOptions:
             raise ConfigError(f"input_len must be at least 2, got {self.input_len}")
         if not self.batch_sizes or min(self.batch_sizes) < 1:
             raise ConfigError(f"batch_sizes must be above 0, got {self.batch_sizes}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions:
+    """A load on a server."""
+
+    json: str | None = _option(None, "write every figure to this file")
+    model: str | None = _option(None, "name in the API (default: the server's first)")
+    num_prompts: int | None = _option(None, "only the first N requests; without a trace, how many")
+    input_len: int = _option(128, "prompt tokens of each request, without a trace")
+    output_len: int = _option(128, "output tokens of each request, without a trace")
+    vocab_size: int = _option(1000, "random prompts draw token ids below it")
+    request_rate: float | None = _option(
+        None, "requests a second, or inf for all at once (default: the trace's own arrivals)"
+    )
+    max_concurrency: int | None = _option(None, "requests inside at the same time, at most")
+    slo: tuple[str, ...] = _option((), "limits that a good request keeps, such as ttft_ms:500")
+    against: tuple[str, ...] = _option(
+        (), "base URL of a peer that gets the same load in turn; may be given several times"
+    )
+    repeat: int | None = _option(
+        None, "rounds; the one of median time is reported (default: 1, beside a peer 3)"
+    )
+    send_text: bool = _option(False, "send the trace's texts instead of its token ids")
+    ignore_eos: bool = _option(True, "ask for every token up to max_tokens")
+    api_key: str | None = _option(None, "sent as a bearer token")
+    timeout_s: float = _option(600.0, "seconds after which a request has failed")
+    seed: int = _option(0, "of random prompts and arrivals")
+
+    def __post_init__(self):
+        _require_positive(
+            self,
+            *("num_prompts", "input_len", "output_len", "request_rate", "max_concurrency"),
+            *("repeat", "timeout_s"),
+        )
+        if self.vocab_size < 32:
+            raise ConfigError(f"vocab_size must be at least 32, got {self.vocab_size}")
+
+    @property
+    def rounds(self) -> int:
+        return self.repeat or (3 if self.against else 1)
