@@ -294,6 +294,7 @@ class Engine:
         self.check_request(
             prompt_token_ids, params, priority=priority, tenant=tenant, cache_salt=cache_salt
         )
+        self._check_id_is_free(request_id)
         self._num_requests += 1
         request = Request(
             request_id,
@@ -318,6 +319,13 @@ class Engine:
         self._num_prompt_tokens += len(prompt_token_ids)
         return request
 
+    def _check_id_is_free(self, request_id: str) -> None:
+        ended = (update.sequence.request.request_id for update in self._finished_at_birth)
+        if request_id in self.scheduler.requests or request_id in ended:
+            raise RequestError(
+                f"request_id {request_id!r} is in use by a live request", param="request_id"
+            )
+
     def _seed_of(self, params: SamplingParams) -> int:
         if params.seed is not None:
             return params.seed
@@ -331,7 +339,13 @@ class Engine:
         return limit
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one of its samples, in whatever state it is."""
+        """End a request, or one of its samples, in whatever state it is; no more is heard of it."""
+        self._finished_at_birth = [
+            update
+            for update in self._finished_at_birth
+            if update.sequence.request.request_id != request_id
+            or index not in (None, update.sequence.index)
+        ]
         if self.scheduler.abort(request_id, index) and self._step_log is not None:
             self._step_log.abort(request_id, index)
 
