@@ -7,7 +7,9 @@ import pytest
 from paged_jax import cli
 from tests.tiny_models import write_tiny_llama
 
-FLAGS = ["--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--no-calibrate"]
+# Whole batches fit into a step, and few programs are to be compiled.
+SIZES = ["--max-num-seqs", "4", "--max-num-batched-tokens", "32", "--block-size", "4"]
+FLAGS = [*SIZES, "--no-calibrate"]
 
 
 @pytest.fixture(scope="module")
@@ -19,12 +21,12 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
-    """Eight requests whose prompts begin with the same 20 tokens, over half a second."""
+    """Eight requests whose prompts of 7 begin with the same 6 tokens, over half a second."""
     lines = [
         {
             "id": i,
             "arrival_s": 0.05 * i,
-            "prompt_token_ids": [*range(10, 30), 40 + i],
+            "prompt_token_ids": [*range(10, 16), 40 + i],
             "max_tokens": 2 + 3 * (i % 4),
         }
         for i in range(8)
@@ -45,15 +47,15 @@ def test_a_run_says_everything_about_itself(tmp_path, tiny, trace, capsys):
     report = bench(tmp_path, tiny, trace)
     assert report["requests"] == 8
     assert report["output_tokens"] == 2 * (2 + 5 + 8 + 11)
-    assert report["prompt_tokens"] == 8 * 21
-    assert report["total_tok_s"] == pytest.approx((52 + 168) / report["seconds"], rel=1e-3)
+    assert report["prompt_tokens"] == 8 * 7
+    assert report["total_tok_s"] == pytest.approx((52 + 56) / report["seconds"], rel=1e-3)
     assert report["output_tok_s"] == pytest.approx(52 / report["seconds"], rel=1e-3)
     assert 0 < report["host_s"] + report["device_s"] <= report["seconds"]
     assert report["compiles"] == 0
     assert report["warm_up"]["programs"] > 0
     assert report["warm_up"]["seconds"] > 0
-    assert report["prefix_hit_tokens"] == 7 * 16
-    assert report["prefill_tokens"] == 168 - 7 * 16
+    assert report["prefix_hit_tokens"] == 7 * 4
+    assert report["prefill_tokens"] == 56 - 7 * 4
     assert report["ttft_s"]["p50"] <= report["e2el_s"]["max"] <= report["seconds"]
     assert report["model"] == "tiny"
     assert report["config"]["max_num_seqs"] == 4
@@ -66,7 +68,7 @@ def test_repeated_runs_start_with_an_empty_cache(tmp_path, tiny, trace):
     report = bench(tmp_path, tiny, trace, "--repeat", "3", "--num-prompts", "4")
     assert report["seconds_spread"]["num"] == 3
     assert report["seconds_spread"]["median"] == report["seconds"]
-    assert report["prefix_hit_tokens"] == 3 * 16
+    assert report["prefix_hit_tokens"] == 3 * 4
 
 
 def test_requests_can_come_when_they_arrive(tmp_path, tiny, trace):
@@ -76,7 +78,7 @@ def test_requests_can_come_when_they_arrive(tmp_path, tiny, trace):
 
 
 def test_comparison_of_a_real_model(tmp_path, tiny, trace, capsys):
-    report = bench(tmp_path, tiny, trace, "--compare", "--max-num-batched-tokens", "96")
+    report = bench(tmp_path, tiny, trace, "--compare")
     runs = report["runs"]
     assert list(runs) == [
         "static+reserved",
@@ -89,11 +91,11 @@ def test_comparison_of_a_real_model(tmp_path, tiny, trace, capsys):
         assert run["compiles"] == 0
         assert run["output_tokens"] == 52
     assert runs["static+paged"]["decode_steps"] > runs["continuous+paged"]["decode_steps"]
-    assert runs["continuous+paged+prefix"]["prefix_hit_tokens"] == 7 * 16
+    assert runs["continuous+paged+prefix"]["prefix_hit_tokens"] == 7 * 4
     assert runs["continuous+paged"]["prefix_hit_tokens"] == 0
     assert report["ratios"]["static+reserved"]["seconds"] == 1.0
     assert report["control"]["ratios"]["decode_steps"] <= 1.05
     assert report["prefix"]["saved_share"] == 1.0
-    assert report["config"]["max_model_len"] == 32
-    assert report["config"]["num_blocks"] == 4 * 2 + 2
+    assert report["config"]["max_model_len"] == 7 + 11
+    assert report["config"]["num_blocks"] == 4 * 5 + 2
     assert "| continuous+paged " in capsys.readouterr().out

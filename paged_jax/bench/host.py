@@ -13,9 +13,17 @@ from typing import Any
 from paged_jax.bench.drive import greedy
 from paged_jax.bench.report import environment, require_writable, write_json
 from paged_jax.bench.table import Table, show
-from scheduler import Request, Scheduler, SchedulerConfig, make_batch, make_buckets, record_step
+from scheduler import (
+    Buckets,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    make_batch,
+    make_buckets,
+    record_step,
+)
 
-__all__ = ["add_and_abort", "run_host", "scheduler_cost"]
+__all__ = ["add_and_abort", "run_host", "running_scheduler", "scheduler_cost", "timed_step"]
 
 CONTEXT_LEN, BLOCK_SIZE = 1000, 16
 PARTS = ("schedule", "make_batch", "record", "update")
@@ -56,22 +64,8 @@ def scheduler_cost(
     `step_ms` is schedule + make_batch + update; `record_ms`, what the engine's metrics take, is
     told apart.
     """
-    config = _config(num_running, num_blocks)
-    scheduler = Scheduler(config)
-    for i in range(num_running):
-        scheduler.add(_request(i, CONTEXT_LEN))
-    while not all(s.num_computed_tokens >= CONTEXT_LEN for s in scheduler.running) or (
-        len(scheduler.running) < num_running
-    ):
-        output = scheduler.schedule()
-        scheduler.update(output, [0] * len(output.samples))
-    for i in range(num_waiting):
-        scheduler.add(_request(num_running + i, 100))
-
-    buckets = make_buckets(
-        max_num_seqs=num_running, max_num_batched_tokens=config.max_num_batched_tokens
-    )
-    taken: list[tuple[float, ...]] = [_timed_step(scheduler, buckets) for _ in range(steps)]
+    scheduler, buckets = running_scheduler(num_running, num_waiting, num_blocks)
+    taken = [timed_step(scheduler, buckets) for _ in range(steps)]
     parts = {
         f"{part}_ms": 1000 * statistics.median(column)
         for part, column in zip(PARTS, zip(*taken, strict=True), strict=True)
@@ -85,6 +79,27 @@ def scheduler_cost(
         "step_p99_ms": 1000 * statistics.quantiles(whole, n=100)[98],
         **parts,
     }
+
+
+def running_scheduler(
+    num_running: int, num_waiting: int, num_blocks: int
+) -> tuple[Scheduler, Buckets]:
+    """A scheduler whose every slot decodes, with a queue behind, and its step sizes."""
+    config = _config(num_running, num_blocks)
+    scheduler = Scheduler(config)
+    for i in range(num_running):
+        scheduler.add(_request(i, CONTEXT_LEN))
+    while scheduler.num_waiting or any(
+        s.num_computed_tokens < CONTEXT_LEN for s in scheduler.running
+    ):
+        output = scheduler.schedule()
+        scheduler.update(output, [0] * len(output.samples))
+    for i in range(num_waiting):
+        scheduler.add(_request(num_running + i, 100))
+    buckets = make_buckets(
+        max_num_seqs=num_running, max_num_batched_tokens=config.max_num_batched_tokens
+    )
+    return scheduler, buckets
 
 
 def _config(num_running: int, num_blocks: int) -> SchedulerConfig:
@@ -108,7 +123,7 @@ def _request(number: int, num_tokens: int) -> Request:
     )
 
 
-def _timed_step(scheduler: Scheduler, buckets: Any) -> tuple[float, ...]:
+def timed_step(scheduler: Scheduler, buckets: Buckets) -> tuple[float, ...]:
     """Seconds of each of PARTS."""
     times = [time.perf_counter()]
     output = scheduler.schedule()

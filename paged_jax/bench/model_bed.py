@@ -62,7 +62,8 @@ class ModelBed:
 
     @contextlib.contextmanager
     def cold_engine(self, config: EngineConfig) -> Iterator[Engine]:
-        """A new engine that compiles what it needs when it needs it."""
+        """A new engine that compiles what it needs, no larger, when it needs it."""
+        config = dataclasses.replace(config, warmup="full")  # for steps in programs of their size
         engine = Engine(self.model, config, name=self.name, progress=self._progress)
         try:
             yield engine

@@ -16,6 +16,7 @@ from paged_jax.errors import RequestError
 
 __all__ = ["environment", "require_writable", "write_json"]
 
+PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 SIGNIFICANT_DIGITS = 6
 
 
@@ -53,7 +54,7 @@ def _rounded(value: Any) -> Any:
 def environment() -> dict[str, Any]:
     """Where and when this runs; a `load` above zero before a run says that others run as well."""
     versions = {}
-    for package in ("jax", "jaxlib", "flax", "numpy"):
+    for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
