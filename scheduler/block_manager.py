@@ -89,8 +89,17 @@ class BlockManager:
                 return False
         return True
 
+    def room(self, sequence: Sequence) -> int:
+        """Tokens that the sequence could add with the blocks that are free now."""
+        free = min(
+            pool.num_available - (self._tail_to_copy(sequence, group) is not None)
+            for group, pool in enumerate(self.pools)
+        )
+        spare = sequence.capacity - sequence.num_computed_tokens
+        return max(0, free) * self.config.block_size + spare
+
     def extend(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give the sequence its own writable blocks for the next positions; drop slid-out ones."""
+        """Give the sequence its own writable blocks for the next positions."""
         missing = self._num_missing(sequence, num_tokens)
         for group, pool in enumerate(self.pools):
             blocks = sequence.blocks[group]
@@ -101,7 +110,6 @@ class BlockManager:
                 self._copies.append(BlockCopy(group, blocks[tail], own))
                 pool.release([blocks[tail]])
                 blocks[tail] = table[tail] = own
-            self._drop_slid_out(sequence, group)
             for _ in range(missing):
                 block_id = pool.allocate()
                 table[len(blocks)] = block_id
@@ -127,10 +135,13 @@ class BlockManager:
         shared = self.pools[group].ref_counts[sequence.blocks[group][tail]] > 1
         return tail if shared else None
 
-    def _drop_slid_out(self, sequence: Sequence, group: int) -> None:
+    def drop_slid_out(self, sequence: Sequence) -> None:
         """Give back the blocks that no later query of a sliding window sees."""
-        if self.config.windows[group] is None:
-            return
+        for group, window in enumerate(self.config.windows):
+            if window is not None:
+                self._drop_slid_out(sequence, group)
+
+    def _drop_slid_out(self, sequence: Sequence, group: int) -> None:
         blocks = sequence.blocks[group]
         dead = min(self._first_visible(group, sequence.num_computed_tokens), len(blocks))
         slid_out = []
@@ -217,6 +228,11 @@ class BlockManager:
         most = (sequence.num_tokens - 1) // self.config.block_size
         return extend_digests(sequence, most, self.config.block_size)[:most]
 
+    def full_digests(self, sequence: Sequence) -> list[bytes]:
+        """Digests of all blocks that the sequence's tokens fill."""
+        num_full = len(sequence.token_ids) // self.config.block_size
+        return extend_digests(sequence, num_full, self.config.block_size)[:num_full]
+
     def _locate(self, group: int, digest: bytes) -> tuple[bool, int] | None:
         block_id = self.pools[group].lookup(digest)
         if block_id is not None:
@@ -272,11 +288,13 @@ class BlockManager:
         """Whether every group could hold `num_tokens` tokens, beyond what was found, and have
         its margin left."""
         needed = -(-self._target_tokens(num_tokens) // self.config.block_size)
-        for pool, places, margin in zip(self.pools, found.blocks, margins, strict=True):
+        groups = zip(self.pools, self.config.windows, found.blocks, margins, strict=True)
+        for pool, window, places, margin in groups:
             held = [block for on_host, block in places if not on_host and block != NULL_BLOCK]
             slid_out = sum(place == (False, NULL_BLOCK) for place in places)
             revived = sum(pool.is_evictable(block) for block in held)
-            if needed - slid_out - len(held) + revived + margin > pool.num_available:
+            at_once = self.config.most_blocks(window, needed - slid_out)
+            if at_once - len(held) + revived + margin > pool.num_available:
                 return False
         return True
 

@@ -79,8 +79,38 @@ class SchedulerConfig:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens whose keys and values one sequence alone could hold in the pool."""
-        full = [n for n, w in zip(self.num_blocks, self.windows, strict=True) if w is None]
-        if not full:
-            return self.max_model_len
-        return (min(full) - 1) * self.block_size
+        """Tokens whose keys and values one sequence alone could hold in the pools."""
+        return min(
+            (n - 1) * self.block_size if self._holds_all(n, w) else self.max_model_len
+            for n, w in zip(self.num_blocks, self.windows, strict=True)
+        )
+
+    @property
+    def largest_chunk(self) -> int:
+        """Tokens of a prompt that can be computed at once: a group of a sliding window must hold
+        them beside the blocks that their first query sees."""
+        spare = [
+            n - 1 - self._num_seen(w)
+            for n, w in zip(self.num_blocks, self.windows, strict=True)
+            if w is not None and not self._holds_all(n, w)
+        ]
+        return min([self.max_num_batched_tokens, *(n * self.block_size for n in spare)])
+
+    def most_blocks(self, window: int | None, num_blocks: int) -> int:
+        """Of a sequence's `num_blocks` blocks, those that a group must hold at the same time."""
+        if window is None or self.allocation == "reserved":
+            return num_blocks
+        return min(
+            num_blocks, self._num_seen(window) + -(-self.largest_chunk // self.block_size) + 1
+        )
+
+    def _num_seen(self, window: int) -> int:
+        """Blocks that the keys of one query lie in, at most."""
+        return -(-window // self.block_size) + 1
+
+    def _holds_all(self, num_blocks: int, window: int | None) -> bool:
+        """Whether a group keeps every block of a sequence: it has no window, or no room to let
+        one slide."""
+        if window is None or self.allocation == "reserved":
+            return True
+        return num_blocks - 1 < self._num_seen(window) + 1

@@ -1,12 +1,12 @@
 """Who is served first: an order policy maps a request to a sort key.
 
 Lower keys are admitted first and preempted last; equal keys keep the order of arrival.
-An own policy is any object with these two methods.
+An own policy is any object with these three methods.
 """
 
 from typing import Protocol
 
-from scheduler.request import Request, Sequence
+from scheduler.request import Request
 
 
 class OrderPolicy(Protocol):
@@ -14,8 +14,12 @@ class OrderPolicy(Protocol):
         """Called once when a request arrives."""
         ...
 
-    def served(self, sequence: Sequence, num_tokens: int) -> None:
-        """Called when a step computes `num_tokens` tokens of the sequence."""
+    def started(self, request: Request) -> None:
+        """Called when one of its sequences starts to run, again after a preemption."""
+        ...
+
+    def ended(self, request: Request) -> None:
+        """Called once when a request has ended, in whatever way."""
         ...
 
 
@@ -25,7 +29,10 @@ class FirstComeFirstServed:
     def key(self, request: Request) -> float:
         return 0.0
 
-    def served(self, sequence: Sequence, num_tokens: int) -> None:
+    def started(self, request: Request) -> None:
+        pass
+
+    def ended(self, request: Request) -> None:
         pass
 
 
@@ -35,7 +42,10 @@ class ByPriority:
     def key(self, request: Request) -> float:
         return float(request.priority)
 
-    def served(self, sequence: Sequence, num_tokens: int) -> None:
+    def started(self, request: Request) -> None:
+        pass
+
+    def ended(self, request: Request) -> None:
         pass
 
 
@@ -45,7 +55,10 @@ class ShortestFirst:
     def key(self, request: Request) -> float:
         return float(len(request.prompt_token_ids))
 
-    def served(self, sequence: Sequence, num_tokens: int) -> None:
+    def started(self, request: Request) -> None:
+        pass
+
+    def ended(self, request: Request) -> None:
         pass
 
 
@@ -53,26 +66,30 @@ class FairByTenant:
     """Start-time fair queueing over tenants (Goyal, Vin and Cheng, 1996).
 
     A request starts, in virtual time, where its tenant's previous one ends or now, whichever is
-    later; the cost of a request is its prompt and the output that it may produce.
+    later; the cost of a request is its prompt and the output that it may produce. When nobody
+    waits, all tenants are even again.
     """
 
     def __init__(self):
         self._now = 0.0
         self._end_of_tenant: dict[str, float] = {}
+        self._waiting: set[str] = set()
 
     def key(self, request: Request) -> float:
+        if not self._waiting:
+            self._now = max([self._now, *self._end_of_tenant.values()])
+            self._end_of_tenant.clear()
+        self._waiting.add(request.request_id)
         start = max(self._now, self._end_of_tenant.get(request.tenant, 0.0))
         self._end_of_tenant[request.tenant] = start + request.max_total_tokens
-        if len(self._end_of_tenant) > 10_000:
-            self._forget_idle_tenants()
         return start
 
-    def served(self, sequence: Sequence, num_tokens: int) -> None:
-        self._now = max(self._now, sequence.request.order_key[0])
+    def started(self, request: Request) -> None:
+        self._waiting.discard(request.request_id)
+        self._now = max(self._now, request.order_key[0])
 
-    def _forget_idle_tenants(self) -> None:
-        ends = self._end_of_tenant
-        self._end_of_tenant = {t: end for t, end in ends.items() if end > self._now}
+    def ended(self, request: Request) -> None:
+        self._waiting.discard(request.request_id)
 
 
 ORDER_POLICIES: dict[str, type[OrderPolicy]] = {

@@ -1,6 +1,5 @@
 """What a request asks of the sampler: a frozen value, validated at birth."""
 
-import math
 import numbers
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -13,10 +12,20 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LEN = 1024
 MAX_STOP_TOKEN_IDS = 256
 MAX_INT32 = 2**31 - 1
+MAX_SHOWN = 80  # characters of a wrong value in a message
+
+
+def _show(value: object) -> str:
+    """The value as it was written, or its beginning."""
+    try:
+        shown = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return "a huge integer"
+    return shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
 
 
 def _refuse(field_name: str, rule: str, value: object) -> None:
-    raise RequestError(f"{field_name} must be {rule}, got {value!r}", param=field_name)
+    raise RequestError(f"{field_name} must be {rule}, got {_show(value)}", param=field_name)
 
 
 def _require_int(field_name: str, value: Any, low: int, high: int = MAX_INT32) -> None:
@@ -27,8 +36,8 @@ def _require_int(field_name: str, value: Any, low: int, high: int = MAX_INT32) -
 
 
 def _require_number(field_name: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        _refuse(field_name, "a finite number", value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != value:
+        _refuse(field_name, "a number", value)
     if not low <= value <= high:
         _refuse(field_name, f"between {low} and {high}", value)
 

@@ -22,6 +22,7 @@ from scheduler.rows import Rows
 from scheduler.waiting import WaitingQueue
 
 MAX_LAG = 1
+MANY_STEPS = 8
 
 
 class _Step:
@@ -63,8 +64,10 @@ class Scheduler:
         self._outputs: deque[SchedulerOutput] = deque()  # in flight
         self._next_step_id = 0
         self._next_arrival = 0
+        self._largest_chunk = config.largest_chunk
         self._margins = tuple(int(config.watermark * (n - 1)) for n in config.num_blocks)
         self._num_slots_held = 0  # of a static batch
+        self._num_due = 0  # members that a static batch still waits for
         self._batch_due: float | None = None  # when a static batch starts though not full
         self._prefilled_last = False
 
@@ -78,6 +81,9 @@ class Scheduler:
                 param="request_id",
             )
         self.check_fits(len(request.prompt_token_ids))
+        # What neither the model nor the pool can hold is foreseen; the last token is not stored.
+        longest = min(self.config.max_model_len, self.config.capacity_tokens + 1)
+        request.max_total_tokens = min(request.max_total_tokens, longest)
         request.order_key = (self.order.key(request), self._next_arrival)
         self._next_arrival += 1
         self.requests[request.request_id] = request
@@ -212,9 +218,39 @@ class Scheduler:
             sequence.last_step_id = step.step_id
 
     def _schedule_prefill(self, step: _Step) -> None:
-        self._schedule_chunks(step)
-        if not step.preempted:
+        """Prompts, begun or waiting. The oldest begun one gets three quarters of the tokens.
+
+        The others get the rest, those first that need fewest, so that a long prompt never keeps
+        the short ones behind it waiting; what they leave is the oldest's too.
+        """
+        unfinished = [s for s in self.running if _num_uncomputed(s) > 1]
+        if not unfinished:
             self._admit(step)
+            return
+        oldest, *others = sorted(unfinished, key=lambda s: s.request.order_key)
+        left = step.num_tokens_left
+        kept_back = left - left // 4 if left >= 4 else max(1, left - 1)
+        kept_back = min(kept_back, _num_uncomputed(oldest))
+        step.num_tokens_left -= kept_back
+        step.num_chunks_left -= 1
+        self._schedule_others(others, step)
+        step.num_tokens_left += kept_back
+        step.num_chunks_left += 1
+        self._schedule_chunk(oldest, step)
+        self._schedule_others([s for s in others if s.last_step_id != step.step_id], step)
+
+    def _schedule_others(self, begun: list[Sequence], step: _Step) -> None:
+        """Those that need fewest tokens first. If even they will take many steps, half of the
+        tokens begin a new prompt, which may be a short one or have a short one behind it."""
+        begun = sorted(begun, key=_num_uncomputed)
+        left = step.num_tokens_left
+        if begun and _num_uncomputed(begun[0]) > MANY_STEPS * left:
+            step.num_tokens_left -= left // 2
+            self._admit(step, most=1)
+            step.num_tokens_left += left // 2
+        for sequence in begun:
+            self._schedule_chunk(sequence, step)
+        self._admit(step)
 
     def _schedule_dedicated(self, step: _Step) -> None:
         """Steps of prefill only and of decodes only, in turn while there is work of both kinds."""
@@ -228,28 +264,15 @@ class Scheduler:
             self._schedule_prefill(step)
             self._prefilled_last = True
 
-    def _schedule_chunks(self, step: _Step) -> None:
-        """Prefill of running sequences, oldest first.
-
-        The oldest leaves up to a quarter of the tokens to the others, so that a long prompt
-        never keeps the short ones behind it waiting.
-        """
-        unfinished = [s for s in self.running if s.num_tokens - s.num_computed_tokens > 1]
-        if not unfinished:
+    def _schedule_chunk(self, sequence: Sequence, step: _Step) -> None:
+        """As much of a begun prompt as the step and the blocks have room for."""
+        if sequence.status is not Status.RUNNING:
+            return  # preempted a moment ago
+        num_tokens = min(_num_uncomputed(sequence), step.num_tokens_left, self._largest_chunk)
+        if num_tokens < 1 or step.num_chunks_left < 1:
             return
-        wanted_by_others = sum(s.num_tokens - s.num_computed_tokens for s in unfinished[1:])
-        if self.rows.num_free and (head := self.waiting.peek()):
-            wanted_by_others += head.num_tokens
-        reserve = min(step.num_tokens_left // 4, wanted_by_others)
-        for sequence in unfinished:
-            if sequence.status is Status.RUNNING:
-                self._schedule_chunk(sequence, step.num_tokens_left - reserve, step)
-            reserve = 0
-
-    def _schedule_chunk(self, sequence: Sequence, budget: int, step: _Step) -> None:
-        num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-        if num_tokens < 1 or (num_tokens > 1 and step.num_chunks_left < 1):
-            return
+        self.blocks.drop_slid_out(sequence)  # they may be the room
+        num_tokens = max(1, min(num_tokens, self.blocks.room(sequence)))
         if self._make_room(sequence, num_tokens, step):
             self._place(sequence, num_tokens, step)
 
@@ -264,7 +287,6 @@ class Scheduler:
         step.num_tokens_left -= num_tokens
         sequence.num_computed_tokens = start + num_tokens
         sequence.last_step_id = step.step_id
-        self.order.served(sequence, num_tokens)
 
     def _samples(self, step: _Step) -> Iterator[Sampled]:
         """Rows that sample: those computed up to their last token, and samples forked off them."""
@@ -306,6 +328,7 @@ class Scheduler:
         hold the blocks, or some come back at the update of a step in flight. The oldest sequence
         can always push the others out in the end, so that there is always progress.
         """
+        self.blocks.drop_slid_out(sequence)
         while not self.blocks.has_room(sequence, num_tokens):
             if self.blocks.has_room(sequence, num_tokens, with_releases=True):
                 return False
@@ -370,46 +393,51 @@ class Scheduler:
 
     # -- admission --------------------------------------------------------------------------
 
-    def _admit(self, step: _Step) -> None:
-        """Start waiting sequences while there are tokens, rows and blocks for them."""
-        if not self._may_admit(step):
+    def _admit(self, step: _Step, most: int | None = None) -> None:
+        """Start waiting sequences, at most so many, while they find tokens, rows and blocks."""
+        if step.preempted or not self._may_admit():
             return
-        while step.num_tokens_left > 0 and step.num_chunks_left > 0 and self.rows.num_free:
+        num_left = self.rows.num_free if most is None else min(most, self.rows.num_free)
+        while step.num_tokens_left > 0 and step.num_chunks_left > 0 and num_left > 0:
             sequence = self.waiting.peek()
             if sequence is None:
                 break
             found = self.blocks.find(sequence)
             if self._waits_for_elder(sequence, found):
                 continue
-            num_tokens = min(sequence.num_tokens - found.num_tokens, step.num_tokens_left)
+            uncomputed = sequence.num_tokens - found.num_tokens
+            num_tokens = min(uncomputed, step.num_tokens_left, self._largest_chunk)
             if not self._can_admit(sequence, found, num_tokens):
                 break
             self.waiting.pop()
             self._start(sequence, found)
             self.blocks.extend(sequence, num_tokens)
             self._place(sequence, num_tokens, step)
-        if self.config.batching == "static" and self.running:
-            self._num_slots_held = max(self._num_slots_held, len(self.running))
-            self._batch_due = None
+            num_left -= 1
+            if self.config.batching == "static":
+                self._join_batch()
+                if not self._num_due:
+                    break
 
-    def _may_admit(self, step: _Step) -> bool:
-        """A static batch is filled while its first step is made, and runs to its longest member."""
-        if self.config.batching == "continuous":
+    def _may_admit(self) -> bool:
+        """A static batch starts when it is full or its time has come, with as many members as
+        wait then, and runs to its longest one."""
+        if self.config.batching == "continuous" or self._num_due:
             return True
+        if self.running:
+            return False
         if self._num_slots_held:
-            if self.running:
-                return self._batch_is_filling()
             self._num_slots_held = 0
-            if len(self.waiting):
-                self._batch_due = self._clock() + self.config.batch_timeout_s
+            self._batch_due = self._clock() + self.config.batch_timeout_s
         full = len(self.waiting) >= self.config.max_num_seqs
-        return full or (self._batch_due is not None and self._clock() >= self._batch_due)
+        if full or (self._batch_due is not None and self._clock() >= self._batch_due):
+            self._num_due = min(len(self.waiting), self.config.max_num_seqs)
+        return self._num_due > 0
 
-    def _batch_is_filling(self) -> bool:
-        """Members of a static batch may be too many for the tokens of one step."""
-        return all(not s.token_ids[s.num_prompt_tokens :] for s in self.running) and (
-            self._num_slots_held < self.config.max_num_seqs
-        )
+    def _join_batch(self) -> None:
+        self._num_due -= 1
+        self._num_slots_held = max(self._num_slots_held, len(self.running))
+        self._batch_due = None
 
     def _waits_for_elder(self, sequence: Sequence, found: Found) -> bool:
         """Park a sequence whose next block is about to be computed by another one."""
@@ -437,13 +465,15 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, found: Found) -> None:
         self.blocks.start(sequence, found)
+        self.order.started(sequence.request)
         if self.config.enable_prefix_caching:
             if sequence.num_preemptions == 0:
                 self.num_lookup_tokens += sequence.num_tokens
                 self.num_hit_tokens += found.num_tokens
                 if sequence.index == 0:
                     sequence.request.num_cached_tokens = found.num_tokens
-            self._waiters.announce(sequence, sequence.digests[sequence.num_registered :])
+            digests = self.blocks.full_digests(sequence)
+            self._waiters.announce(sequence, digests[sequence.num_registered :])
         self._run(sequence)
 
     def _run(self, sequence: Sequence) -> None:
@@ -486,6 +516,7 @@ class Scheduler:
             self.waiting.push(forking[0])
         if all(s.status is Status.FINISHED for s in request.sequences):
             del self.requests[request.request_id]
+            self.order.ended(request)
 
     def _leave_batch(self, sequence: Sequence) -> None:
         """A sequence stops running: whoever waits for blocks it announced tries again."""
@@ -523,6 +554,10 @@ class Scheduler:
         if not self.requests and not self._outputs:
             pools = (*self.blocks.pools, *self.blocks.host_pools)
             assert all(pool.num_referenced == 0 for pool in pools), "blocks leaked"
+
+
+def _num_uncomputed(sequence: Sequence) -> int:
+    return sequence.num_tokens - sequence.num_computed_tokens
 
 
 def _order(sequence: Sequence) -> tuple[tuple[float, int], int]:

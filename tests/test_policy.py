@@ -1,6 +1,7 @@
 """Who is served first: the order policies, and one of a test's own."""
 
 import random
+import time
 
 import pytest
 
@@ -184,22 +185,55 @@ class ShortestNameFirst:
     """An own policy in a few lines: by the length of the tenant's name."""
 
     def __init__(self):
-        self.num_served: dict[str, int] = {}
+        self.heard: list[tuple[str, str]] = []
 
     def key(self, request) -> float:
         return len(request.tenant)
 
-    def served(self, sequence, num_tokens) -> None:
-        request_id = sequence.request.request_id
-        self.num_served[request_id] = self.num_served.get(request_id, 0) + num_tokens
+    def started(self, request) -> None:
+        self.heard.append(("started", request.request_id))
+
+    def ended(self, request) -> None:
+        self.heard.append(("ended", request.request_id))
 
 
 @both_lags
-def test_an_own_policy_is_an_object_with_two_methods(lag):
+def test_an_own_policy_is_an_object_with_three_methods(lag):
     order = ShortestNameFirst()
     engine = one_at_a_time(order, lag=lag)
     for i, tenant in enumerate(["cc", "a", "bbb", "", "a"]):
         engine.add(f"r{i}", prompt(5, first=i), greedy(2), tenant=tenant)
     assert served_order(engine) == ["r3", "r1", "r4", "r0", "r2"]
-    assert list(order.num_served) == ["r3", "r1", "r4", "r0", "r2"]
-    assert all(num_tokens >= 5 for num_tokens in order.num_served.values()), "all of the prompt"
+    for event in ("started", "ended"):
+        assert [r for e, r in order.heard if e == event] == ["r3", "r1", "r4", "r0", "r2"]
+
+
+@both_lags
+def test_after_an_idle_time_nobody_owes_anything(lag):
+    """Start-time fair queueing: at the end of a busy period virtual time is the last end."""
+    engine = make_engine(
+        make_config(num_usable=60, max_num_seqs=1), lag=lag, order=ORDER_POLICIES["fair"]()
+    )
+    engine.add("regular0", prompt(8, first=1), greedy(4), tenant="regular")
+    finish_all(engine)
+    engine.add("regular1", prompt(8, first=2), greedy(4), tenant="regular")
+    for i in range(30):
+        engine.add(f"fresh{i}", prompt(8, first=10 + i), greedy(4), tenant=f"fresh{i}")
+    finish_all(engine)
+    order = [request_id for request_id, _ in engine.finished]
+    assert order.index("regular1") <= 2, order
+
+
+def test_tenants_that_were_served_are_forgotten_and_adding_stays_quick():
+    order = ORDER_POLICIES["fair"]()
+    engine = FakeEngine(make_config(num_usable=60, max_num_seqs=4), order=order)
+    for i in range(14_000):
+        engine.add(f"r{i}", [1], greedy(1), tenant=f"user{i}")
+        engine.step()
+    while engine.scheduler.has_unfinished or engine.pending:
+        engine.step()
+    assert len(order._end_of_tenant) <= 10_001
+    before = time.process_time()
+    for i in range(100):
+        engine.add(f"s{i}", [1], greedy(1), tenant=f"new{i}")
+    assert time.process_time() - before < 0.02, time.process_time() - before

@@ -147,3 +147,29 @@ def test_a62_a_huge_list_is_refused_before_any_work_on_its_items(name, items):
 def test_an_unknown_field_is_an_error_of_the_caller():
     with pytest.raises(TypeError, match="no_such_field"):
         SamplingParams(no_such_field=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", "x" * 1_000_000),
+        ("n", [0] * 300_000),
+        ("stop", {"x" * 1000: "y" * 1_000_000}),
+        ("stop", ["a", ["b"] * 300_000]),
+        ("ignore_eos", "x" * 1_000_000),
+    ],
+    ids=["string", "list", "dict", "list in a list", "string for a truth value"],
+)
+def test_a62_a_huge_value_of_the_wrong_kind_makes_no_huge_message(name, value):
+    with pytest.raises(RequestError) as refused:
+        SamplingParams(**{name: value})
+    assert refused.value.param == name
+    assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["n", "temperature", "top_k", "top_p", "seed", "max_tokens"])
+@pytest.mark.parametrize("value", [10**400, -(10**400), 10**5000], ids=["large", "low", "huge"])
+def test_an_integer_beyond_every_float_is_refused_like_any_other(name, value):
+    with pytest.raises(RequestError) as refused:
+        SamplingParams(**{name: value})
+    assert refused.value.param == name

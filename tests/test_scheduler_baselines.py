@@ -187,3 +187,23 @@ def test_decodes_go_on_in_every_second_step_of_a_long_dedicated_prefill(lag):
     finish_all(engine)
     assert engine.finished["long", 0] is FinishReason.LENGTH
     assert_right(engine, decoding)
+
+
+@both_lags
+@pytest.mark.parametrize("num_prompt_tokens", [4, 12, 16, 60])
+def test_a_static_batch_has_all_its_members_however_long_the_prompts(lag, num_prompt_tokens):
+    """Eight wait from the start and there are eight rows: one batch of eight, not several."""
+    config = make_config(
+        num_usable=400,
+        max_num_seqs=8,
+        batching="static",
+        batch_timeout_s=0.0,
+        max_num_batched_tokens=16,
+    )
+    engine = make_engine(config, lag=lag)
+    requests = [
+        engine.add(f"r{i}", prompt(num_prompt_tokens, first=i), greedy(30)) for i in range(8)
+    ]
+    finish_all(engine)
+    assert max(len(members_of(output)) for output in engine.outputs) == 8
+    assert_right(engine, *requests)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler import Status
+from scheduler import ORDER_POLICIES, Status
 from tests.scheduling import (
     assert_right,
     checked_step,
@@ -309,3 +309,35 @@ def test_forgotten_prefixes_are_computed_again(lag):
     finish_all(engine)
     assert [r.num_cached_tokens for r in (first, second, third)] == [0, 0, 12]
     assert_right(engine, first, second, third)
+
+
+@both_lags
+@pytest.mark.parametrize("num_long", [1, 2, 3])
+@pytest.mark.parametrize("name", ["fcfs", "shortest", "priority"])
+def test_a_short_prompt_starts_soon_behind_several_long_ones(lag, num_long, name):
+    """Long prompts that have begun may not take every token of a step."""
+    config = make_config(num_usable=2000, block_size=16, max_model_len=4096, max_num_seqs=16)
+    engine = make_engine(config, lag=lag, order=ORDER_POLICIES[name]())
+    for i in range(num_long):
+        engine.add(f"l{i}", prompt(3000, first=i), greedy(1), priority=5)
+    for _ in range(3):
+        checked_step(engine)
+    arrival = len(engine.outputs)
+    short = engine.add("short", prompt(8, first=99), greedy(1), priority=-5)
+    step_until(engine, lambda: ("short", 0) in engine.tokens)
+    assert first_step_of(engine, short) - arrival <= 10
+
+
+@both_lags
+def test_who_waits_for_an_elders_blocks_takes_no_tokens_from_it(lag):
+    """Nothing is kept back for a sequence that only waits for a prefix hit."""
+    num_steps = []
+    for num_siblings in (0, 8):
+        config = make_config(num_usable=600, block_size=16, max_model_len=4096, max_num_seqs=16)
+        engine = make_engine(config, lag=lag)
+        elder = engine.add("elder", prompt(2001), greedy(1))
+        for i in range(num_siblings):
+            engine.add(f"s{i}", [*prompt(2000), i], greedy(1))
+        step_until(engine, lambda tokens=engine.tokens: ("elder", 0) in tokens)
+        num_steps.append(first_step_of(engine, elder))
+    assert num_steps[1] <= num_steps[0] + 1
