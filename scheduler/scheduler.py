@@ -146,11 +146,13 @@ class Scheduler:
         step = _Step(self._next_step_id, config.max_num_batched_tokens, config.max_num_chunks)
         self._next_step_id += 1
         self.blocks.begin_step(step.step_id)
-        if config.prefill == "mixed":
+        if config.batching == "static":
+            self._schedule_static(step)
+        elif config.prefill == "dedicated":
+            self._schedule_dedicated(step)
+        else:
             self._schedule_decodes(step)
             self._schedule_prefill(step)
-        else:
-            self._schedule_dedicated(step)
         output = SchedulerOutput(
             step_id=step.step_id,
             samples=tuple(self._samples(step)),
@@ -251,6 +253,12 @@ class Scheduler:
         for sequence in begun:
             self._schedule_chunk(sequence, step)
         self._admit(step)
+
+    def _schedule_static(self, step: _Step) -> None:
+        """All prompts of a batch, then their decodes."""
+        self._schedule_prefill(step)
+        if not step.decodes and not step.chunks:
+            self._schedule_decodes(step)
 
     def _schedule_dedicated(self, step: _Step) -> None:
         """Steps of prefill only and of decodes only, in turn while there is work of both kinds."""
