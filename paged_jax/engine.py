@@ -380,7 +380,7 @@ class Engine:
             num_decodes,
             output.num_chunk_tokens,
             len(output.samples),
-            logprobs=any(s.sequence.request.params.needs_logprobs for s in output.samples),
+            full=any(_needs_full(sampled.sequence.request.params) for sampled in output.samples),
         )
         batch = make_batch(
             output,
@@ -393,6 +393,11 @@ class Engine:
         )
         self._compile_missing(output, sizes)
         self.runner.move_blocks(output.moves)
+        for sequence in output.started:
+            if sequence.request.params.has_penalties:
+                self.runner.count_tokens(
+                    sequence.row, sequence.token_ids, sequence.num_prompt_tokens
+                )
         result = self.runner.execute(batch, sizes) if output.num_tokens else None
         record = record_step(
             self.scheduler,
@@ -512,6 +517,11 @@ def _check_text(param: str, text: Any) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise RequestError(f"{param} holds half a surrogate pair", param=param) from None
+
+
+def _needs_full(params: SamplingParams) -> bool:
+    """Whether the plain sampler does not do for this request."""
+    return params.needs_logprobs or params.has_penalties
 
 
 def _with_logprobs(

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from paged_jax.attention import PagedAttend
 from paged_jax.host_blocks import PARCEL_SIZES, HostBlocks, Parcel, split_into_parcels
 from paged_jax.models import ServedModel
+from paged_jax.penalties import TokenCounts, add_tokens, count_row, penalize
 from paged_jax.sampling import Logprobs, logprobs_of, sample
 from paged_jax.sharding import on_host, replicated
 from pallas_kernels import Backend, KVPool, KVSpec, copy_blocks, read_blocks, write_blocks
@@ -31,6 +32,7 @@ from scheduler import (
     BlockCopy,
     BlockMoves,
     Buckets,
+    PenaltyMetadata,
     SamplingMetadata,
 )
 
@@ -48,8 +50,8 @@ class DeviceState(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A compiled size: `backbone` (D, C), `sample` or `sample_logprobs` (R,), or one that moves M
-    blocks of a group: `copy`, `swap_out`, `swap_in` (group, M).
+    """A compiled size: `backbone` (D, C), `sample` or `sample_full` (R,), `count` (tokens), or
+    one that moves M blocks of a group: `copy`, `swap_out`, `swap_in` (group, M).
     """
 
     kind: str
@@ -60,25 +62,27 @@ class Program(NamedTuple):
             return f"step of {self.size[0]} decode rows and {self.size[1]} prefill tokens"
         if self.kind == "sample":
             return f"sampler of {self.size[0]} rows"
-        if self.kind == "sample_logprobs":
-            return f"sampler of {self.size[0]} rows with log-probabilities"
+        if self.kind == "sample_full":
+            return f"sampler of {self.size[0]} rows with penalties and log-probabilities"
+        if self.kind == "count":
+            return f"count of {self.size[0]} tokens"
         return f"{self.kind} of {self.size[1]} blocks in group {self.size[0]}"
 
 
 class StepSizes(NamedTuple):
     """Padded sizes of one step: D decode rows, C chunk tokens, R sampled rows.
 
-    With `logprobs` the sampler also gives log-probabilities.
+    `full` samplers know penalties and give log-probabilities.
     """
 
     decodes: int
     chunk_tokens: int
     samples: int
-    logprobs: bool = False
+    full: bool = False
 
     @property
     def sampler(self) -> "Program":
-        return Program("sample_logprobs" if self.logprobs else "sample", (self.samples,))
+        return Program("sample_full" if self.full else "sample", (self.samples,))
 
 
 class StepResult(NamedTuple):
@@ -128,6 +132,7 @@ class ModelRunner:
         self._host_blocks = HostBlocks()
         self._compiled: dict[Program, Callable] = {}
         self._state: DeviceState | None = None
+        self._counts: TokenCounts | None = None
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -163,7 +168,8 @@ class ModelRunner:
             yield Program("backbone", size)
         for rows in reversed(self.buckets.samples):
             yield Program("sample", (rows,))
-            yield Program("sample_logprobs", (rows,))
+            yield Program("sample_full", (rows,))
+        yield self._count_program
         for group in range(len(self.specs)):
             yield Program("copy", (group, self._max_num_seqs))
             for num_blocks in PARCEL_SIZES if self._swaps else ():
@@ -190,7 +196,7 @@ class ModelRunner:
         )
 
     def sizes(
-        self, num_decodes: int, num_chunk_tokens: int, num_samples: int, *, logprobs: bool = False
+        self, num_decodes: int, num_chunk_tokens: int, num_samples: int, *, full: bool = False
     ) -> StepSizes:
         """The padded sizes that a step of these needs; 0 for what it has none of."""
         if not num_decodes and not num_chunk_tokens:
@@ -199,10 +205,10 @@ class ModelRunner:
         decodes, chunk_tokens = self._choose("backbone", ideal, self.buckets.backbones())
         samples = 0
         if num_samples:
-            kind = "sample_logprobs" if logprobs else "sample"
+            kind = "sample_full" if full else "sample"
             rows = ((r,) for r in self.buckets.samples)
             (samples,) = self._choose(kind, (self.buckets.pick_samples(num_samples),), rows)
-        return StepSizes(decodes, chunk_tokens, samples, logprobs)
+        return StepSizes(decodes, chunk_tokens, samples, full)
 
     def _choose(
         self, kind: str, ideal: tuple[int, ...], sizes: Iterable[tuple[int, ...]]
@@ -265,9 +271,12 @@ class ModelRunner:
     def _lower(self, program: Program) -> Any:
         if program.kind == "backbone":
             return self._lower_backbone(*program.size)
-        if program.kind in ("sample", "sample_logprobs"):
-            num_top = MAX_LOGPROBS if program.kind == "sample_logprobs" else 0
-            return self._lower_sample(program.size[0], num_top)
+        if program.kind == "sample":
+            return self._lower_sample(*program.size)
+        if program.kind == "sample_full":
+            return self._lower_sample_full(*program.size)
+        if program.kind == "count":
+            return self._lower_count(*program.size)
         if program.kind == "copy":
             return self._lower_copy(*program.size)
         if program.kind == "swap_out":
@@ -334,32 +343,69 @@ class ModelRunner:
             step,
         )
 
-    def _lower_sample(self, rows: int, num_top: int) -> Any:
-        def array(*shape: int, dtype: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
+    def _abstract_array(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
 
-        sampling = SamplingMetadata(
-            temperature=array(rows, dtype=jnp.float32),
-            top_k=array(rows, dtype=jnp.int32),
-            top_p=array(rows, dtype=jnp.float32),
-            min_p=array(rows, dtype=jnp.float32),
+    def _abstract_sampling(self, rows: int) -> SamplingMetadata:
+        array, float32 = self._abstract_array, jnp.float32
+        return SamplingMetadata(
+            temperature=array(rows, dtype=float32),
+            top_k=array(rows),
+            top_p=array(rows, dtype=float32),
+            min_p=array(rows, dtype=float32),
             seeds=array(rows, 2, dtype=jnp.uint32),
-            positions=array(rows, dtype=jnp.int32),
+            positions=array(rows),
         )
-        hidden = array(self._max_num_seqs, self.model.hidden_size, dtype=self._hidden_dtype())
 
+    def _abstract_hidden(self) -> jax.ShapeDtypeStruct:
+        shape = (self._max_num_seqs, self.model.hidden_size)
+        return self._abstract_array(*shape, dtype=self._hidden_dtype())
+
+    def _abstract_counts(self) -> TokenCounts:
+        shape = (self._max_num_seqs + 1, self.model.vocab_size)
+        in_prompt = self._abstract_array(*shape, dtype=jnp.bool_)
+        return TokenCounts(in_prompt, self._abstract_array(*shape))
+
+    def _lower_sample(self, rows: int) -> Any:
         def sampler(params, last_tokens, hidden, sampling, sample_rows):
-            logits = self.model.logits(params, hidden[:rows])
-            tokens = sample(logits, sampling)
-            logprobs = logprobs_of(logits, tokens, num_top) if num_top else None
-            return last_tokens.at[sample_rows].set(tokens), StepResult(tokens, logprobs)
+            tokens = sample(self.model.logits(params, hidden[:rows]), sampling)
+            return last_tokens.at[sample_rows].set(tokens), StepResult(tokens, None)
 
         return jax.jit(sampler, donate_argnums=1).lower(
             self._abstract(self._params),
-            array(self._max_num_seqs + 1, dtype=jnp.int32),
-            hidden,
-            sampling,
-            array(rows, dtype=jnp.int32),
+            self._abstract_array(self._max_num_seqs + 1),
+            self._abstract_hidden(),
+            self._abstract_sampling(rows),
+            self._abstract_array(rows),
+        )
+
+    def _lower_sample_full(self, rows: int) -> Any:
+        def sampler(params, last_tokens, counts, hidden, sampling, penalties, sample_rows):
+            logits = self.model.logits(params, hidden[:rows])
+            tokens = sample(penalize(logits, counts, sample_rows, penalties), sampling)
+            result = StepResult(tokens, logprobs_of(logits, tokens, MAX_LOGPROBS))
+            last_tokens = last_tokens.at[sample_rows].set(tokens)
+            return last_tokens, add_tokens(counts, sample_rows, tokens), result
+
+        penalty = self._abstract_array(rows, dtype=jnp.float32)
+        return jax.jit(sampler, donate_argnums=(1, 2)).lower(
+            self._abstract(self._params),
+            self._abstract_array(self._max_num_seqs + 1),
+            self._abstract_counts(),
+            self._abstract_hidden(),
+            self._abstract_sampling(rows),
+            PenaltyMetadata(penalty, penalty, penalty),
+            self._abstract_array(rows),
+        )
+
+    @property
+    def _count_program(self) -> Program:
+        return Program("count", (self._table_width * self.specs[0].block_size,))
+
+    def _lower_count(self, num_tokens: int) -> Any:
+        scalar = self._abstract_array()
+        return jax.jit(count_row, donate_argnums=0).lower(
+            self._abstract_counts(), scalar, self._abstract_array(num_tokens), scalar, scalar
         )
 
     def _lower_copy(self, group: int, num_copies: int) -> Any:
@@ -455,12 +501,40 @@ class ModelRunner:
         pools, last_tokens = self._take_state()
         pools, hidden = backbone(self._params, pools, last_tokens, inputs)
         result = None
-        if sampler is not None:
+        if sampler is not None and sizes.full:
+            last_tokens, self._counts, result = sampler(
+                self._params,
+                last_tokens,
+                self._take_counts(),
+                hidden,
+                batch.sampling,
+                batch.penalties,
+                batch.sample_rows,
+            )
+        elif sampler is not None:
             last_tokens, result = sampler(
                 self._params, last_tokens, hidden, batch.sampling, batch.sample_rows
             )
         self._state = DeviceState(pools, last_tokens)
         return result
+
+    def count_tokens(self, row: int, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        """Start a row's token counts over, with the tokens of the sequence that got the row."""
+        padded = np.zeros(self._count_program.size, np.int32)
+        padded[: len(token_ids)] = token_ids
+        numbers = (np.int32(num_prompt_tokens), np.int32(len(token_ids)))
+        count = self.compile(self._count_program)
+        self._counts = count(self._take_counts(), np.int32(row), padded, *numbers)
+
+    def _take_counts(self) -> TokenCounts:
+        """The token counts, to be donated; made when the first request needs them."""
+        counts, self._counts = self._counts, None
+        if counts is None:
+            counts = jax.tree.map(
+                lambda x: jax.device_put(np.zeros(x.shape, x.dtype), self._sharding),
+                self._abstract_counts(),
+            )
+        return counts
 
     def _take_state(self) -> DeviceState:
         """The state, to be donated: until its successor is stored there is none."""

@@ -1,6 +1,12 @@
 """The brain of paged-jax: continuous batching and the block pool, in plain Python and NumPy."""
 
-from scheduler.batch import AttentionMetadata, Batch, SamplingMetadata, make_batch
+from scheduler.batch import (
+    AttentionMetadata,
+    Batch,
+    PenaltyMetadata,
+    SamplingMetadata,
+    make_batch,
+)
 from scheduler.block_pool import BlockPool
 from scheduler.buckets import Buckets, make_buckets
 from scheduler.config import SchedulerConfig
@@ -30,6 +36,7 @@ __all__ = [
     "Buckets",
     "FinishReason",
     "OrderPolicy",
+    "PenaltyMetadata",
     "ReplayError",
     "Request",
     "RequestError",

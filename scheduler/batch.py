@@ -35,6 +35,14 @@ class SamplingMetadata(NamedTuple):
     positions: np.ndarray  # i32[R], of the token that is drawn
 
 
+class PenaltyMetadata(NamedTuple):
+    """What each sampled row loses for tokens said before. R sampled rows."""
+
+    presence: np.ndarray  # f32[R]
+    frequency: np.ndarray  # f32[R]
+    repetition: np.ndarray  # f32[R], 1 changes nothing
+
+
 class Batch(NamedTuple):
     """One step for the device. T = D + C padded tokens, R sampled rows, M copied blocks.
 
@@ -50,6 +58,7 @@ class Batch(NamedTuple):
     sample_rows: np.ndarray  # i32[R]
     attn: AttentionMetadata
     sampling: SamplingMetadata
+    penalties: PenaltyMetadata
 
 
 def make_batch(
@@ -129,6 +138,7 @@ def make_batch(
             num_seqs=np.asarray(n + len(output.chunks), np.int32),
         ),
         sampling=_sampling_metadata(output, rows, num_sample_rows),
+        penalties=_penalty_metadata(output, rows, num_sample_rows),
     )
 
 
@@ -150,20 +160,27 @@ def _pad(values: list[int], size: int, fill: int) -> np.ndarray:
     return padded
 
 
+def _gather(output: SchedulerOutput, by_row: np.ndarray, size: int, fill: float) -> np.ndarray:
+    """The entries of the sampled rows, padded."""
+    out = np.full((size, *by_row.shape[1:]), fill, by_row.dtype)
+    out[: len(output.samples)] = by_row[[x.row for x in output.samples]]
+    return out
+
+
 def _sampling_metadata(output: SchedulerOutput, rows: Rows, size: int) -> SamplingMetadata:
-    n = len(output.samples)
-    used = np.fromiter((x.row for x in output.samples), np.int32, n)
-
-    def gather(by_row: np.ndarray, fill: float) -> np.ndarray:
-        out = np.full((size, *by_row.shape[1:]), fill, by_row.dtype)
-        out[:n] = by_row[used]
-        return out
-
     return SamplingMetadata(
-        temperature=gather(rows.temperature, 0.0),
-        top_k=gather(rows.top_k, 0),
-        top_p=gather(rows.top_p, 1.0),
-        min_p=gather(rows.min_p, 0.0),
-        seeds=gather(rows.seeds, 0),
+        temperature=_gather(output, rows.temperature, size, 0.0),
+        top_k=_gather(output, rows.top_k, size, 0),
+        top_p=_gather(output, rows.top_p, size, 1.0),
+        min_p=_gather(output, rows.min_p, size, 0.0),
+        seeds=_gather(output, rows.seeds, size, 0),
         positions=_pad([x.position for x in output.samples], size, 0),
+    )
+
+
+def _penalty_metadata(output: SchedulerOutput, rows: Rows, size: int) -> PenaltyMetadata:
+    return PenaltyMetadata(
+        presence=_gather(output, rows.presence, size, 0.0),
+        frequency=_gather(output, rows.frequency, size, 0.0),
+        repetition=_gather(output, rows.repetition, size, 1.0),
     )

@@ -54,6 +54,7 @@ class SchedulerOutput:
     samples: tuple[Sampled, ...]
     moves: BlockMoves
     preempted: tuple[Sequence, ...] = ()
+    started: tuple[Sequence, ...] = ()  # got their row in this step
     num_slots_held: int = 0  # rows that a static batch keeps until its longest member ends
 
     @property

@@ -20,6 +20,9 @@ class Rows:
         self.top_k = np.zeros(max_num_seqs, np.int32)
         self.top_p = np.ones(max_num_seqs, np.float32)
         self.min_p = np.zeros(max_num_seqs, np.float32)
+        self.presence = np.zeros(max_num_seqs, np.float32)
+        self.frequency = np.zeros(max_num_seqs, np.float32)
+        self.repetition = np.ones(max_num_seqs, np.float32)
         self.seeds = np.zeros((max_num_seqs, 2), np.uint32)
         self._free = list(range(max_num_seqs))
 
@@ -39,6 +42,9 @@ class Rows:
         self.top_k[row] = max(params.top_k, 0)
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
+        self.presence[row] = params.presence_penalty
+        self.frequency[row] = params.frequency_penalty
+        self.repetition[row] = params.repetition_penalty
         self.seeds[row] = sequence.seed & 0xFFFFFFFF, sequence.seed >> 32
 
     def take_back(self, sequence: Sequence) -> None:

@@ -62,6 +62,15 @@ class SamplingParams:
     min_p: float = field(
         default=0.0, metadata={"doc": "drop tokens less likely than min_p times the best"}
     )
+    presence_penalty: float = field(
+        default=0.0, metadata={"doc": "taken off the logit of every token in the output"}
+    )
+    frequency_penalty: float = field(
+        default=0.0, metadata={"doc": "taken off for each time the token is in the output"}
+    )
+    repetition_penalty: float = field(
+        default=1.0, metadata={"doc": "divides the logits of tokens in prompt and output"}
+    )
     seed: int | None = field(
         default=None, metadata={"doc": "fixes the random numbers of this request"}
     )
@@ -96,6 +105,9 @@ class SamplingParams:
         _require_int("top_k", self.top_k, -1)
         _require_number("top_p", self.top_p, 0.0, 1.0)
         _require_number("min_p", self.min_p, 0.0, 1.0)
+        _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _require_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         if self.seed is not None:
             _require_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
@@ -147,6 +159,12 @@ class SamplingParams:
     @property
     def needs_logprobs(self) -> bool:
         return self.logprobs is not None or self.num_samples > self.n
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        )
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:

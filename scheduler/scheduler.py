@@ -35,6 +35,7 @@ class _Step:
         self.decodes: list[Scheduled] = []
         self.chunks: list[Scheduled] = []
         self.preempted: list[Sequence] = []
+        self.started: list[Sequence] = []
 
 
 class Scheduler:
@@ -160,6 +161,7 @@ class Scheduler:
             chunks=tuple(step.chunks),
             moves=self.blocks.take_moves(),
             preempted=tuple(step.preempted),
+            started=tuple(step.started),
             num_slots_held=self._num_slots_held,
         )
         if not output.is_empty:
@@ -324,7 +326,7 @@ class Scheduler:
                 continue
             self.blocks.fork(elder, sibling)
             sibling.last_step_id = step.step_id
-            self._run(sibling)
+            self._run(sibling, step)
             yield sibling
 
     # -- preemption -------------------------------------------------------------------------
@@ -418,7 +420,7 @@ class Scheduler:
             if not self._can_admit(sequence, found, num_tokens):
                 break
             self.waiting.pop()
-            self._start(sequence, found)
+            self._start(sequence, found, step)
             self.blocks.extend(sequence, num_tokens)
             self._place(sequence, num_tokens, step)
             num_left -= 1
@@ -471,7 +473,7 @@ class Scheduler:
             margins = tuple(max(m, len(self.running)) for m in margins)
         return self.blocks.can_start(found, total, margins)
 
-    def _start(self, sequence: Sequence, found: Found) -> None:
+    def _start(self, sequence: Sequence, found: Found, step: _Step) -> None:
         self.blocks.start(sequence, found)
         self.order.started(sequence.request)
         if self.config.enable_prefix_caching:
@@ -482,11 +484,12 @@ class Scheduler:
                     sequence.request.num_cached_tokens = found.num_tokens
             digests = self.blocks.full_digests(sequence)
             self._waiters.announce(sequence, digests[sequence.num_registered :])
-        self._run(sequence)
+        self._run(sequence, step)
 
-    def _run(self, sequence: Sequence) -> None:
+    def _run(self, sequence: Sequence, step: _Step) -> None:
         """Give a sequence a row, and its place among the running."""
         self.rows.lend(sequence)
+        step.started.append(sequence)
         sequence.status = Status.RUNNING
         position = len(self.running)
         while position and _order(sequence) < _order(self.running[position - 1]):

@@ -1,7 +1,7 @@
 """Rewrites the map of the code in README.md from the first lines of the modules' docstrings.
 
-    python scripts/code_map.py            rewrites it
-    python scripts/code_map.py --check    only says whether it is up to date
+python scripts/code_map.py            rewrites it
+python scripts/code_map.py --check    only says whether it is up to date
 """
 
 import ast

@@ -47,7 +47,7 @@ EXCEPTIONS = {("paged_jax/cli.py", "serve")}
 FLOORS = (
     {"errors", "config", "outputs", "cache", "progress", "flags", "jobs", "compile_log"},
     {"kv_cache", "host_blocks", "sharding", "layers", "attention", "rope", "compile_cache"},
-    {"models", "sampling", "checkpoint", "hub", "generation_config"}
+    {"models", "penalties", "sampling", "checkpoint", "hub", "generation_config"}
     | {"tokenizer", "chat_template", "detokenizer", "stop_strings", "token_text"}
     | {"prompts", "response", "beam_search"},
     {"model_runner", "plan"},
