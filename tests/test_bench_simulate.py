@@ -7,15 +7,13 @@ import pytest
 
 from paged_jax import cli
 from paged_jax.bench.beds import sized_for
-from paged_jax.bench.compare import RUNS, compare
+from paged_jax.bench.compare import RUNS, compare, notes
 from paged_jax.bench.simulate import SimulatedBed
 from paged_jax.bench.trace import Trace, TraceRequest, read_trace
 from paged_jax.config import EngineConfig
 
 DATA = Path(__file__).parent / "data"
 SLOTS, BLOCK_SIZE = 16, 16
-# A step that can take a whole batch's prompts: static batching is then no weaker than it must be.
-WHOLE_BATCHES = 4096
 
 
 def config(**fields) -> EngineConfig:
@@ -26,28 +24,34 @@ def config(**fields) -> EngineConfig:
 @pytest.fixture(scope="module")
 def mixed() -> dict:
     trace = read_trace(str(DATA / "mixed64.jsonl.gz"))
-    return compare(SimulatedBed(), config(max_num_batched_tokens=WHOLE_BATCHES), trace)
+    return compare(SimulatedBed(), config(), trace)
 
 
 @pytest.fixture(scope="module")
 def prefixed() -> dict:
     trace = read_trace(str(DATA / "prefix64.jsonl.gz"))
-    return compare(SimulatedBed(), config(max_num_batched_tokens=WHOLE_BATCHES), trace)
+    return compare(SimulatedBed(), config(), trace)
 
 
 def test_slots_stay_full_while_somebody_waits(mixed, prefixed):
-    for report in (mixed, prefixed):
-        for name in ("continuous+paged", "continuous+paged+prefix"):
-            assert report["runs"][name]["occupancy_while_queued"] >= 0.95
-            assert report["runs"][name]["steps_while_queued"] > 100
+    for report, name in (
+        (mixed, "continuous+paged"),
+        (mixed, "continuous+paged+prefix"),
+        (prefixed, "continuous+paged+prefix"),
+    ):
+        assert report["config"]["max_num_batched_tokens"] == 256
+        assert report["runs"][name]["occupancy_while_queued"] >= 0.95
+        assert report["runs"][name]["steps_while_queued"] > 100
         assert report["runs"]["static+paged"]["occupancy_while_queued"] < 0.5
 
 
-def test_slots_stay_full_with_the_default_token_budget():
-    trace = read_trace(str(DATA / "mixed64.jsonl.gz"))
-    with SimulatedBed().engine(sized_for(config(), trace)) as engine:
+def test_long_prompts_need_a_larger_token_budget_to_keep_slots_full(prefixed):
+    """333 prompt tokens a request: with 256 a step the slots wait for their prompts."""
+    assert 0.9 < prefixed["runs"]["continuous+paged"]["occupancy_while_queued"] < 0.95
+    trace = read_trace(str(DATA / "prefix64.jsonl.gz"))
+    larger = config(max_num_batched_tokens=512, enable_prefix_caching=False)
+    with SimulatedBed().engine(sized_for(larger, trace)) as engine:
         figures = engine.measure(trace, label="").figures
-    assert figures["config"]["max_num_batched_tokens"] == 256
     assert figures["occupancy_while_queued"] >= 0.95
 
 
@@ -81,7 +85,7 @@ def test_a_reservation_is_used_as_mean_length_by_longest(mixed, prefixed):
         expected = report["expected"]["reserved_block_utilisation"]
         for name in ("static+reserved", "continuous+reserved"):
             used = report["runs"][name]["block_utilisation"]
-            assert used == pytest.approx(expected, rel=0.03)
+            assert used == pytest.approx(expected, rel=0.05)
         assert report["runs"]["continuous+paged"]["block_utilisation"] > 0.95
 
 
@@ -103,9 +107,16 @@ def test_every_run_does_all_the_work(mixed):
 
 def test_a_small_pool_is_where_paging_pays():
     trace = read_trace(str(DATA / "mixed64.jsonl.gz"))
-    pool = config(num_blocks=5 * 40 + 1, max_num_batched_tokens=WHOLE_BATCHES)
+    pool = config(num_blocks=5 * 40 + 1)
     runs = compare(SimulatedBed(), pool, trace)["runs"]
     assert runs["continuous+paged"]["steps"] < 0.5 * runs["continuous+reserved"]["steps"]
+
+
+def test_a_baseline_that_is_held_back_is_told():
+    trace = read_trace(str(DATA / "mixed64.jsonl.gz"))
+    assert list(notes([16, 16, 16, 16], config(), trace)) == []
+    (note,) = notes([16, 16, 16, 9, 7], config(), trace)
+    assert note.startswith("5 static batches were formed where 4 would do")
 
 
 def test_preemption_is_counted_as_work_done_twice():

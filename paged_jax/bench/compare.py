@@ -16,7 +16,15 @@ from paged_jax.bench.trace import Trace, equal_lengths
 from paged_jax.config import EngineConfig
 from paged_jax.errors import ConfigError
 
-__all__ = ["CHOSEN_HERE", "RUNS", "compare", "comparison_table", "gain_facts", "median_run"]
+__all__ = [
+    "CHOSEN_HERE",
+    "RUNS",
+    "compare",
+    "comparison_table",
+    "gain_facts",
+    "median_run",
+    "notes",
+]
 
 BASELINE, PAGED, CACHED = "static+reserved", "continuous+paged", "continuous+paged+prefix"
 RUNS: Mapping[str, Mapping[str, Any]] = {
@@ -28,7 +36,6 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
 }
 CHOSEN_HERE = ("batching", "allocation", "enable_prefix_caching")
 CONTROL = ("static+paged", PAGED)
-FULL_ENOUGH = 0.75  # of a static batch; the last one of a trace is seldom full
 
 # What a ratio compares: the baseline's by the run's where less is better, else the other way.
 LESS_IS_BETTER = ("seconds", "steps", "decode_steps", "prefill_tokens", "wasted_tokens")
@@ -74,13 +81,12 @@ def compare(
 
 def notes(batch_sizes: Sequence[int], config: EngineConfig, trace: Trace) -> Iterator[str]:
     """What a reader must know before believing the ratios."""
-    whole = min(config.max_num_seqs, len(trace.requests))
-    mean = statistics.fmean(batch_sizes)
-    if mean < FULL_ENOUGH * whole:
+    fewest = -(-len(trace.requests) // config.max_num_seqs)
+    if len(batch_sizes) > fewest:
         yield (
-            f"the static batches held {mean:.1f} requests on average, where {whole} would go: the "
-            "baseline is weaker than static batching must be. More max_num_batched_tokens or "
-            "num_blocks let it fill them."
+            f"{len(batch_sizes)} static batches were formed where {fewest} would do: the baseline "
+            "is weaker than static batching must be. A larger num_blocks lets it fill its slots; "
+            "with --arrivals it also starts what is there when its timer ends."
         )
 
 
