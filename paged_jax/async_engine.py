@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 State = Literal["loading", "compiling", "ready", "draining", "dead"]
 Command = Callable[[Engine], None]
-Events = asyncio.Queue[SequenceUpdate | Exception]
+Event = Request | SequenceUpdate | Exception  # the request itself when the engine has taken it
+Events = asyncio.Queue[Event]
 
 LONG_TEXT = 4096  # characters; tokenizing more than this would hold up the other streams
 
@@ -80,7 +81,11 @@ class AsyncEngine:
             target=self._run, args=(ready,), name="paged-jax engine", daemon=True
         )
         self._thread.start()
-        self._engine = await asyncio.wrap_future(ready)
+        try:
+            self._engine = await asyncio.wrap_future(ready)
+        except Exception:
+            self.state = "dead"
+            raise
         if not self._ended.is_set():
             self.state = "ready"
 
@@ -109,7 +114,7 @@ class AsyncEngine:
         try:
             engine = self._make_engine()
             if not self._ended.is_set():
-                self.state = "compiling"
+                self._loop.call_soon_threadsafe(self._begin_to_compile)
                 engine.warm_up(wanted=lambda: not self._ended.is_set())
             if self._ended.is_set():
                 engine.close()
@@ -128,6 +133,10 @@ class AsyncEngine:
         finally:
             engine.close()
 
+    def _begin_to_compile(self) -> None:
+        if self.state == "loading":
+            self.state = "compiling"
+
     def _serve(self, engine: Engine) -> None:
         while True:
             commands = [] if engine.has_unfinished else [self._inbox.get()]
@@ -144,9 +153,12 @@ class AsyncEngine:
 
     def _deliver(self, updates: Sequence[SequenceUpdate]) -> None:
         for update in updates:
-            events = self._streams.get(update.sequence.request.request_id)
-            if events is not None:
-                events.put_nowait(update)
+            self._tell(update.sequence.request.request_id, update)
+
+    def _tell(self, engine_id: str, event: Event) -> None:
+        events = self._streams.get(engine_id)
+        if events is not None:
+            events.put_nowait(event)
 
     def _die(self, error: EngineDeadError) -> None:
         self.state = "dead"
@@ -183,24 +195,26 @@ class AsyncEngine:
             "cache_salt": cache_salt,
         }
         engine.check_request(token_ids, params, **standing)
+        self._ready_engine()  # it may have ended while a long text was tokenized
         number = next(self._request_numbers)
         engine_id = f"{request_id or 'request'}#{number}"
         events: Events = asyncio.Queue()
         self._streams[engine_id] = events
-        accepted: concurrent.futures.Future[Request] = concurrent.futures.Future()
-        self._inbox.put(
-            lambda engine: _submit(engine, engine_id, token_ids, params, standing, accepted)
-        )
+        self._inbox.put(lambda engine: self._submit(engine, engine_id, token_ids, params, standing))
+        response = None
         try:
-            response = Response(await asyncio.wrap_future(accepted), self.tokenizer, prompt=text)
-            while not response.finished:
-                update = await events.get()
-                if isinstance(update, Exception):
-                    raise update
-                output = response.push(update)
+            while response is None or not response.finished:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise event
+                if isinstance(event, Request):
+                    response = Response(event, self.tokenizer, prompt=text)
+                    continue
+                assert response is not None, "a token before its request was taken"
+                output = response.push(event)
                 if output is None:
                     continue
-                if output.finish_reason is not None and update.finish_reason is None:
+                if output.finish_reason is not None and event.finish_reason is None:
                     self._abort(engine_id, output.index)
                 if response.streams:
                     yield response.delta(output)
@@ -264,6 +278,22 @@ class AsyncEngine:
             return await asyncio.to_thread(encode_prompt, prompt, self.tokenizer)
         return encode_prompt(prompt, self.tokenizer)
 
+    def _submit(
+        self,
+        engine: Engine,
+        engine_id: str,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        standing: Mapping[str, Any],
+    ) -> None:
+        """On the engine's thread: queue the request; its stream hears of that, or of a refusal."""
+        answer: Event
+        try:
+            answer = engine.add_request(engine_id, token_ids, params, **standing)
+        except RequestError as error:
+            answer = error
+        self._loop.call_soon_threadsafe(self._tell, engine_id, answer)
+
     def _abort(self, engine_id: str, index: int | None = None) -> None:
         self._inbox.put(lambda engine: engine.abort(engine_id, index))
 
@@ -307,20 +337,3 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         """Figures as of the last step; zeros while loading. Any thread."""
         return EngineStats.empty(self.config) if self._engine is None else self._engine.stats()
-
-
-def _submit(
-    engine: Engine,
-    request_id: str,
-    token_ids: Sequence[int],
-    params: SamplingParams,
-    standing: Mapping[str, Any],
-    accepted: concurrent.futures.Future[Request],
-) -> None:
-    """On the engine's thread: queue the request, or hand its refusal back."""
-    if not accepted.set_running_or_notify_cancel():
-        return
-    try:
-        accepted.set_result(engine.add_request(request_id, token_ids, params, **standing))
-    except RequestError as error:
-        accepted.set_exception(error)
