@@ -10,11 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 from paged_jax import cli
+from paged_jax.bench.against import peer_on_trace
 from paged_jax.bench.http_stream import Endpoint, HTTPError, get_json, post_events
 from paged_jax.bench.load import Client, Reply, arrival_times, random_trace, run_load
 from paged_jax.bench.load_figures import load_figures, parse_slo
 from paged_jax.bench.trace import Trace, TraceRequest
-from paged_jax.errors import ConfigError
+from paged_jax.errors import ConfigError, PagedJaxError
 from tests.fake_engine import FakeEngine
 from tests.live_server import live_server
 
@@ -344,3 +345,46 @@ def test_a_failed_request_fails_the_command(capsys):
 def test_bad_flags_are_refused_by_name(flags, said, capsys):
     assert cli.main(["bench", "serve", "--base-url", "http://127.0.0.1:1", *flags]) == 2
     assert said in capsys.readouterr().err
+
+
+# -- peers --------------------------------------------------------------------------------------
+
+
+def test_a_peer_of_the_server_may_be_a_command(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    command = """sh -c 'echo "{\\"total_tok_s\\": 0.5, \\"system\\": \\"slow\\"}"'"""
+    with live_server(FakeEngine()) as server:
+        flags = ["--num-prompts", "2", "--vocab-size", "64", "--json", str(out), "--repeat", "2"]
+        argv = ["bench", "serve", "--base-url", server.url, *flags, "--against", command]
+        assert cli.main(argv) == 0
+    peer = json.loads(out.read_text())["against"][command]
+    assert peer["figures"]["system"] == "slow"
+    assert list(peer["ratios"]) == ["total_token_throughput"]
+    assert peer["ratios"]["total_token_throughput"]["low"] > 1.0
+    assert "total_token_throughput, better than" in capsys.readouterr().out
+
+
+def test_a_server_may_be_a_peer_of_the_engine():
+    engine = FakeEngine(delay_s=0.02)
+    with live_server(engine) as server:
+        said = peer_on_trace(server.url, trace_of(0, 0, 0.2), arrivals=False)()
+        assert said["seconds"] < 0.2
+        assert said["system"] == f"fake/model at {server.url}"
+        assert said["total_tok_s"] == pytest.approx((9 + 12) / said["seconds"])
+        assert said["output_tok_s"] == pytest.approx(12 / said["seconds"])
+        said = peer_on_trace(server.url, trace_of(0, 0, 0.2), arrivals=True)()
+        assert said["seconds"] >= 0.28
+
+
+def test_a_peer_that_fails_a_request_is_no_peer():
+    with live_server(FakeEngine(max_model_len=5)) as server:
+        run = peer_on_trace(server.url, trace_of(0), arrivals=False)
+        with pytest.raises(PagedJaxError, match="failed requests of the trace"):
+            run()
+
+
+@pytest.mark.parametrize("target", ["http://", "sh -c 'open", " "])
+def test_a_peer_that_cannot_be_is_refused_first(target, capsys):
+    argv = ["bench", "serve", "--base-url", "http://127.0.0.1:1", "--num-prompts", "1"]
+    assert cli.main([*argv, "--against", target]) == 2
+    assert "paged-jax: " in capsys.readouterr().err

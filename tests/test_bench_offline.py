@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tokenizers
 
 from paged_jax import cli
 from tests.tiny_models import write_tiny_llama
@@ -99,3 +100,53 @@ def test_comparison_of_a_real_model(tmp_path, tiny, trace, capsys):
     assert report["config"]["max_model_len"] == 7 + 11
     assert report["config"]["num_blocks"] == 4 * 5 + 2
     assert "| continuous+paged " in capsys.readouterr().out
+
+
+def test_a_peer_takes_turns(tmp_path, tiny, trace, capsys):
+    said = tmp_path / "said"
+    command = f"""sh -c 'echo run >> {said}; echo "{{\\"total_tok_s\\": 0.5}}"'"""
+    report = bench(tmp_path, tiny, trace, "--num-prompts", "2", "--against", command)
+    assert said.read_text() == "run\n" * 3, "three rounds, when nothing else is asked for"
+    assert report["seconds_spread"]["num"] == 3
+    ratio = report["against"][command]["total_tok_s_ratio"]
+    assert ratio["num"] == 3
+    assert ratio["high"] == pytest.approx(
+        report["total_tok_s"] * report["seconds"] / report["seconds_spread"]["low"] / 0.5, rel=1e-3
+    )
+    assert "times sh -c" in capsys.readouterr().out
+
+
+def test_shares_of_the_machine_are_told(tmp_path, tiny, trace, monkeypatch, capsys):
+    from paged_jax.bench import calibrate
+
+    rates = calibrate.Rates("cpu", 2, 1e9, 1e9, {})
+    monkeypatch.setattr(calibrate, "calibrate", lambda device: rates)
+    report = bench(tmp_path, tiny, trace, "--num-prompts", "2", "--calibrate")
+    assert report["machine"]["matmul_flop_s"] == 1e9
+    assert report["matmul_share"] == pytest.approx(report["flop_s"] / 1e9, rel=1e-3)
+    assert "share of it that the model's products reached" in capsys.readouterr().out
+
+
+def test_texts_are_encoded_by_the_models_tokenizer(tmp_path):
+    directory, file = tmp_path / "worded", tmp_path / "texts.jsonl"
+    write_tiny_llama(directory, num_hidden_layers=1)
+    words = {f"w{i}": i for i in range(160)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    file.write_text('{"prompt": "w9 w8 w7", "max_tokens": 2}\n')
+    assert bench(tmp_path, str(directory), str(file))["prompt_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"prompt_token_ids": [5, 999], "max_tokens": 2}, "request 0 of the trace holds token id 999, where the vocabulary"),
+        ({"prompt_token_ids": [5, 6], "max_tokens": 600}, "request 0 of the trace has 602 tokens"),
+    ],
+)
+def test_a_trace_that_does_not_fit_the_model_is_named(line, said, tmp_path, tiny, capsys):
+    file = tmp_path / "bad.jsonl"
+    file.write_text(json.dumps(line))
+    assert cli.main(["bench", "offline", tiny, "--trace", str(file), *FLAGS]) == 2
+    assert said in capsys.readouterr().err

@@ -1,17 +1,68 @@
-"""A peer's command, run in turn with ours: what it says, and the ratio with its spread."""
+"""Peers, run in turn with ours: a command that tells its rates, or a server that gets the load."""
 
+import asyncio
 import json
 import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from paged_jax.bench.http_stream import Endpoint
+from paged_jax.bench.load import Client, arrival_times, run_load, served_model
+from paged_jax.bench.load_figures import load_figures
 from paged_jax.bench.timing import ratio_of_pairs, spread
+from paged_jax.bench.trace import Trace
 from paged_jax.errors import ConfigError, PagedJaxError
 
-__all__ = ["ratios_to_peer", "run_peer", "split_command"]
+__all__ = ["check_peer", "is_url", "peer_on_trace", "ratios_to_peer", "run_peer"]
 
 LAST_LINES = 5
+
+
+def is_url(target: str) -> bool:
+    """Whether a peer is a server; else it is a command."""
+    return target.startswith(("http://", "https://"))
+
+
+def check_peer(target: str) -> None:
+    """ConfigError if the peer is neither a server's address nor a command."""
+    if is_url(target):
+        Endpoint.parse(target)
+    else:
+        split_command(target)
+
+
+def peer_on_trace(target: str, trace: Trace, *, arrivals: bool) -> Callable[[], dict[str, Any]]:
+    """What runs the peer once; it returns `system`, `total_tok_s` and `output_tok_s` at least.
+
+    A server gets the trace's requests, when they arrive or all at once; a command knows its work.
+    """
+    if is_url(target):
+        return partial(_run_server, target, trace, arrivals)
+    return partial(run_peer, target)
+
+
+def _run_server(url: str, trace: Trace, arrivals: bool) -> dict[str, Any]:
+    """Raises PagedJaxError if a request fails: the peer would have done less work."""
+
+    async def run() -> dict[str, Any]:
+        endpoint = Endpoint.parse(url)
+        client = Client(endpoint, await served_model(endpoint, {}))
+        times = arrival_times(trace, None if arrivals else float("inf"), seed=0)
+        replies, seconds = await run_load(client, trace.requests, times)
+        figures = load_figures(replies, seconds, {})
+        if figures["failed"]:
+            raise PagedJaxError(f"{url} failed requests of the trace: {figures['errors']}")
+        return {
+            "system": f"{client.model} at {url}",
+            "seconds": seconds,
+            "total_tok_s": figures["total_token_throughput"],
+            "output_tok_s": figures["output_throughput"],
+            "figures": figures,
+        }
+
+    return asyncio.run(run())
 
 
 def split_command(command: str) -> list[str]:

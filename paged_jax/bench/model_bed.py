@@ -16,6 +16,7 @@ from paged_jax.bench.trace import Trace, TraceRequest
 from paged_jax.compile_cache import use_compile_cache
 from paged_jax.config import EngineConfig
 from paged_jax.engine import Engine
+from paged_jax.errors import RequestError
 from paged_jax.hub import resolve_model
 from paged_jax.models import ServedModel, load_model
 from paged_jax.plan import choose_dtype
@@ -55,6 +56,24 @@ class ModelBed:
         """Token ids of a prompt; the tokenizer is loaded at the first one."""
         assert self._directory is not None, "this model came without files"
         return load_tokenizer(self._directory).encode(text)
+
+    def check(self, trace: Trace, config: EngineConfig) -> None:
+        """RequestError for the first request that the model cannot serve: before compiling."""
+        limit = config.max_model_len or self.model.max_position
+        for request in trace.requests:
+            if limit is not None and request.num_tokens > limit:
+                raise RequestError(
+                    f"request {request.id} of the trace has {request.num_tokens} tokens, prompt "
+                    f"and output together, where the most are {limit}",
+                    param="max_tokens",
+                )
+            if max(request.prompt_token_ids) >= self.model.vocab_size:
+                raise RequestError(
+                    f"request {request.id} of the trace holds token id "
+                    f"{max(request.prompt_token_ids)}, where the vocabulary of {self.name} ends "
+                    f"at {self.model.vocab_size - 1}",
+                    param="prompt_token_ids",
+                )
 
     @property
     def size(self) -> "ModelSize":

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paged_jax.bench.against import ratios_to_peer, run_peer, split_command
+from paged_jax.bench.against import check_peer, peer_on_trace, ratios_to_peer
 from paged_jax.bench.beds import Bed, Measured, sized_for
 from paged_jax.bench.compare import compare, comparison_table, gain_facts, median_run
 from paged_jax.bench.options import OfflineOptions
@@ -27,8 +27,8 @@ OURS = ""  # among the peers' commands, none of which is empty
 def run_offline(config: EngineConfig, trace_path: str, options: OfflineOptions) -> int:
     """Run, print and write; returns the exit code. Bad input is found before the model loads."""
     require_writable(options.json)
-    for command in options.against:
-        split_command(command)
+    for target in options.against:
+        check_peer(target)
     trace = read_trace(trace_path, num_requests=options.num_prompts)
     about: dict[str, Any] = {"environment": environment()}
     bed: Bed
@@ -37,6 +37,7 @@ def run_offline(config: EngineConfig, trace_path: str, options: OfflineOptions) 
     else:
         bed = model_bed = _model_bed(config)
         trace = with_token_ids(trace, model_bed.encode)
+        model_bed.check(trace, config)
     about |= {"model": bed.name, "trace": trace.summary(), "simulated": options.simulate}
     title = f"{bed.name} on {trace.name}: {_sizes(trace)}"
     if options.compare:
@@ -84,16 +85,17 @@ def _run_alone(
         config = sized_for(config, trace)
     with bed.engine(config) as engine:
         ours = partial(engine.measure, trace, label="running", arrivals=options.arrivals)
-        peers = {command: partial(run_peer, command) for command in options.against}
+        peers = {
+            target: peer_on_trace(target, trace, arrivals=options.arrivals)
+            for target in options.against
+        }
         runs: dict[str, Callable[[], Any]] = {OURS: ours, **peers}
         taken = alternate(runs, options.rounds)
     measured: list[Measured] = taken.pop(OURS)
     figures = median_run(measured).figures
     if peers:
         rates = [one.figures for one in measured]
-        figures["against"] = {
-            command: ratios_to_peer(rates, said) for command, said in taken.items()
-        }
+        figures["against"] = {target: ratios_to_peer(rates, said) for target, said in taken.items()}
     return figures
 
 
@@ -147,8 +149,8 @@ def run_facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "seconds" not in run:
         return facts
     peers = [
-        (f"times {peer['system'] or command}", _ratio(peer["total_tok_s_ratio"]))
-        for command, peer in run.get("against", {}).items()
+        (f"times {peer['system'] or target}", _ratio(peer["total_tok_s_ratio"]))
+        for target, peer in run.get("against", {}).items()
     ]
     other_s = run["seconds"] - run["host_s"] - run["device_s"]
     return [

@@ -35,8 +35,8 @@ class OfflineOptions:
     )
     against: tuple[str, ...] = _option(
         (),
-        "a peer's command, run in turn with ours; its last line is JSON with total_tok_s. May be "
-        "given several times",
+        "a peer, run in turn with ours: a command whose last line is JSON with total_tok_s, or "
+        "the URL of a server; may be given several times",
     )
     calibrate: bool = _option(
         True, "measure what the machine can do, and give shares of it (not in a simulation)"
@@ -89,7 +89,9 @@ class ServingOptions:
     max_concurrency: int | None = _option(None, "requests inside at the same time, at most")
     slo: tuple[str, ...] = _option((), "limits that a good request keeps, such as ttft_ms:500")
     against: tuple[str, ...] = _option(
-        (), "base URL of a peer that gets the same load in turn; may be given several times"
+        (),
+        "a peer, in turn with ours: the URL of a server that gets the same load, or a command "
+        "whose last line is JSON with total_tok_s; may be given several times",
     )
     repeat: int | None = _option(
         None, "rounds; the one of median time is reported (default: 1, beside a peer 3)"

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from paged_jax.bench.against import check_peer, is_url, run_peer
 from paged_jax.bench.http_stream import Endpoint
 from paged_jax.bench.load import (
     Client,
@@ -35,8 +36,10 @@ def run_serving(base_url: str, trace_path: str | None, options: ServingOptions) 
     require_writable(options.json)
     slo = parse_slo(options.slo)
     about = {"environment": environment()}
+    for target in options.against:
+        check_peer(target)
     trace = _trace(trace_path, options)
-    urls = [base_url, *options.against]
+    urls = [base_url, *filter(is_url, options.against)]
     clients = {url: _client(url, options) for url in urls}
     arrivals = arrival_times(trace, options.request_rate, options.seed)
 
@@ -54,14 +57,17 @@ def run_serving(base_url: str, trace_path: str | None, options: ServingOptions) 
         return load_figures(replies, seconds, slo)
 
     runs: dict[str, Callable[[], dict[str, Any]]] = {url: partial(load, url) for url in urls}
+    for target in options.against:
+        if not is_url(target):
+            runs[target] = partial(_run_command, target)
     taken = alternate(runs, options.rounds)
     figures = _median_round(taken[base_url])
     facts = load_facts(figures)
-    peers = {url: _peer_report(taken[base_url], taken[url]) for url in options.against}
-    for url, peer in peers.items():
+    peers = {target: _peer_report(taken[base_url], taken[target]) for target in options.against}
+    for target, peer in peers.items():
         facts += [
             (
-                f"{name}, better than {url}",
+                f"{name}, better than {target}",
                 f"{r['median']:.2f}x ({r['low']:.2f} to {r['high']:.2f})",
             )
             for name, r in peer["ratios"].items()
@@ -81,7 +87,18 @@ def run_serving(base_url: str, trace_path: str | None, options: ServingOptions) 
     for error, count in figures["errors"].items():
         print(f"{count} requests failed: {error}")
     rounds = [one for rounds in taken.values() for one in rounds]
-    return FAILED if any(one["failed"] for one in rounds) else 0
+    return FAILED if any(one.get("failed") for one in rounds) else 0
+
+
+def _run_command(command: str) -> dict[str, Any]:
+    """What the peer says, with its rates under the names that they have here."""
+    said = run_peer(command)
+    return {
+        **said,
+        "duration": said.get("seconds", 0.0),
+        "total_token_throughput": said["total_tok_s"],
+        "output_throughput": said.get("output_tok_s"),
+    }
 
 
 def _trace(path: str | None, options: ServingOptions) -> Trace:
@@ -129,7 +146,7 @@ def _peer_report(
         (ours, theirs, MORE_IS_BETTER),
     ):
         for name in names:
-            if all(one[name] for one in (*ours, *theirs)):
+            if all(one.get(name) for one in (*ours, *theirs)):
                 pairs = ([one[name] for one in better], [one[name] for one in worse])
                 ratios[name] = ratio_of_pairs(*pairs)._asdict()
     return {"figures": _median_round(theirs), "ratios": ratios}
