@@ -61,7 +61,9 @@ IDLE_S = 0.001
 class EngineStats:
     """The engine as an operator sees it. Counters only rise; gauges are of the last step.
 
-    `num_blocks` includes the null block, `num_host_blocks` are those that can be used.
+    `num_blocks` includes the null block, `num_host_blocks` are those that can be used. The
+    device's blocks are those of the layers with full attention, where there are some: they are
+    what runs out; layers with a sliding window have few of their own.
     `num_swaps` counts sequences, `num_swap_outs`, `num_swap_ins` and `num_copies` blocks.
     `steps_by_size` says how many steps computed at most that many tokens.
     """
@@ -466,14 +468,16 @@ class Engine:
 
     def _make_stats(self) -> EngineStats:
         scheduler, totals = self.scheduler, self._totals
+        windows = scheduler.config.windows
+        pool = scheduler.pools[windows.index(None) if None in windows else 0]
         host_pools = scheduler.blocks.host_pools
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=scheduler.num_waiting,
-            num_blocks=scheduler.config.num_blocks[0],
+            num_blocks=pool.num_blocks,
             block_size=self.config.block_size,
-            blocks_in_use=scheduler.pools[0].num_referenced,
-            blocks_cached=scheduler.pools[0].num_cached,
+            blocks_in_use=pool.num_referenced,
+            blocks_cached=pool.num_cached,
             max_num_seqs=self.config.max_num_seqs,
             num_steps=totals.num_steps,
             num_requests=self._num_requests,
