@@ -78,6 +78,12 @@ class SkipGuard:
             terminalreporter.write_line(f"skipped, which CI does not accept: {line}", red=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The real model's tests first: they take longest, and the others fill the second worker."""
+    slow_files = {item.path for item in items if item.path.stem.startswith("test_smollm2")}
+    items.sort(key=lambda item: item.path not in slow_files)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if CI and not hasattr(config, "workerinput"):  # not in the workers of pytest-xdist
         config.pluginmanager.register(SkipGuard(), "skip-guard")
