@@ -64,7 +64,7 @@ def load(url: str, trace: Trace, arrivals=None, **fields) -> tuple[list[Reply], 
 
 
 def test_every_request_is_sent_as_it_is_and_its_tokens_are_timed():
-    engine = FakeEngine(delay_s=0.01, prefill_s=0.1)
+    engine = FakeEngine(delay_s=0.01, prefill_s=0.3)
     with live_server(engine) as server:
         replies, seconds = load(server.url, trace_of(0, 0, 0))
     assert sorted(prompt for _, prompt, _ in engine.seen) == [(5, 6, 7), (5, 6, 8), (5, 6, 9)]
@@ -73,12 +73,12 @@ def test_every_request_is_sent_as_it_is_and_its_tokens_are_timed():
     for reply in replies:
         assert reply.error is None
         assert (reply.num_prompt_tokens, reply.num_output_tokens) == (3, 4)
-        assert reply.ttft_s >= 0.11
+        assert reply.ttft_s >= 0.31
         assert len(reply.itl_s) == 3
-        assert reply.e2el_s >= reply.ttft_s + sum(reply.itl_s) >= 0.14
+        assert reply.e2el_s >= reply.ttft_s + sum(reply.itl_s) >= 0.34
         assert reply.tpot_s == pytest.approx((reply.e2el_s - reply.ttft_s) / 3)
-        assert reply.wait_s < 0.1
-    assert 0.14 <= seconds < 0.4, "the three ran at the same time"
+        assert reply.wait_s < 0.3
+    assert 0.34 <= seconds < 1.0, "the three ran at the same time"
 
 
 def test_text_can_be_sent_instead_of_token_ids():
@@ -95,18 +95,18 @@ def test_a_slow_server_does_not_slow_the_arrivals():
     engine = FakeEngine(delay_s=0.1)
     with live_server(engine) as server:
         _, seconds = load(server.url, trace_of(0, 0, 0), [0.0, 0.1, 0.2])
-    assert 0.6 <= seconds < 0.9
+    assert 0.6 <= seconds < 1.1
 
 
 def test_with_a_limit_requests_wait_outside():
-    engine = FakeEngine(delay_s=0.05)
+    engine = FakeEngine(delay_s=0.1)
     with live_server(engine) as server:
         replies, seconds = load(server.url, trace_of(0, 0), max_concurrency=1)
-    assert seconds >= 0.4
+    assert seconds >= 0.8
     waits = sorted(reply.wait_s for reply in replies)
-    assert waits[0] < 0.1
-    assert waits[1] >= 0.2, "waiting is told apart"
-    assert all(reply.e2el_s < 0.4 for reply in replies), "and is no part of the request's time"
+    assert waits[0] < 0.3
+    assert waits[1] >= 0.4, "waiting is told apart"
+    assert all(reply.e2el_s < 0.75 for reply in replies), "and is no part of the request's time"
 
 
 def test_a_failure_is_counted_and_stops_no_other():
@@ -367,13 +367,13 @@ def test_a_peer_of_the_server_may_be_a_command(tmp_path, capsys):
 def test_a_server_may_be_a_peer_of_the_engine():
     engine = FakeEngine(delay_s=0.02)
     with live_server(engine) as server:
-        said = peer_on_trace(server.url, trace_of(0, 0, 0.2), arrivals=False)()
-        assert said["seconds"] < 0.2
+        said = peer_on_trace(server.url, trace_of(0, 0, 1.0), arrivals=False)()
+        assert said["seconds"] < 0.9
         assert said["system"] == f"fake/model at {server.url}"
         assert said["total_tok_s"] == pytest.approx((9 + 12) / said["seconds"])
         assert said["output_tok_s"] == pytest.approx(12 / said["seconds"])
-        said = peer_on_trace(server.url, trace_of(0, 0, 0.2), arrivals=True)()
-        assert said["seconds"] >= 0.28
+        said = peer_on_trace(server.url, trace_of(0, 0, 1.0), arrivals=True)()
+        assert said["seconds"] >= 1.08
 
 
 def test_a_peer_that_fails_a_request_is_no_peer():

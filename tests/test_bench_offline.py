@@ -75,7 +75,7 @@ def test_repeated_runs_start_with_an_empty_cache(tmp_path, tiny, trace):
 def test_requests_can_come_when_they_arrive(tmp_path, tiny, trace):
     report = bench(tmp_path, tiny, trace, "--arrivals")
     assert report["seconds"] >= 0.35
-    assert report["ttft_s"]["max"] < 0.35, "counted from the arrival, not from the start"
+    assert report["ttft_s"]["p50"] < 0.15, "counted from the arrival, not from the start"
 
 
 def test_comparison_of_a_real_model(tmp_path, tiny, trace, capsys):
@@ -141,7 +141,10 @@ def test_texts_are_encoded_by_the_models_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ({"prompt_token_ids": [5, 999], "max_tokens": 2}, "request 0 of the trace holds token id 999, where the vocabulary"),
+        (
+            {"prompt_token_ids": [5, 999], "max_tokens": 2},
+            "request 0 of the trace holds token id 999, where the vocabulary",
+        ),
         ({"prompt_token_ids": [5, 6], "max_tokens": 600}, "request 0 of the trace has 602 tokens"),
     ],
 )

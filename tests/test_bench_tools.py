@@ -129,11 +129,11 @@ def test_repeated_calls_are_timed_after_the_warm_up():
 
     def call() -> None:
         calls.append(len(calls))
-        time.sleep(0.05 if len(calls) <= 2 else 0.0)
+        time.sleep(0.2 if len(calls) <= 2 else 0.0)
 
     seconds = repeat_timed(call, 3, warm_up=2)
     assert len(calls) == 5
-    assert max(seconds) < 0.05
+    assert max(seconds) < 0.2
 
 
 def test_runs_take_turns():

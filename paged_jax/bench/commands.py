@@ -57,8 +57,7 @@ def _engine_config(arguments: argparse.Namespace, **defaults: Any) -> EngineConf
 
 def _add_offline(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, optional=True)
-    group = parser.add_argument_group("Benchmark")
-    group.add_argument(
+    parser.add_argument(
         "--trace",
         required=True,
         metavar="FILE",
@@ -91,19 +90,18 @@ def _offline(arguments: argparse.Namespace) -> int:
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("Benchmark")
-    group.add_argument(
+    parser.add_argument(
         "--base-url",
         required=True,
         metavar="URL",
         help="of a running OpenAI-compatible server, such as http://127.0.0.1:8000",
     )
-    group.add_argument(
+    parser.add_argument(
         "--trace",
         metavar="FILE",
         help="as for offline; without one, --num-prompts random prompts are sent",
     )
-    group.add_argument(
+    parser.add_argument(
         "--slo",
         nargs="+",
         default=argparse.SUPPRESS,
@@ -128,8 +126,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _add_latency(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
-    group = parser.add_argument_group("Benchmark")
-    group.add_argument(
+    parser.add_argument(
         "--batch-sizes",
         type=int,
         nargs="+",

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from paged_jax.bench.against import check_peer, peer_on_trace, ratios_to_peer
 from paged_jax.bench.beds import Bed, Measured, sized_for
-from paged_jax.bench.compare import compare, comparison_table, gain_facts, median_run
+from paged_jax.bench.compare import compare, median_run
+from paged_jax.bench.comparison_tables import (
+    comparison_table,
+    gain_facts,
+    indirection_facts,
+    ratio_text,
+)
 from paged_jax.bench.options import OfflineOptions
 from paged_jax.bench.report import environment, require_writable, write_json
 from paged_jax.bench.table import number, show, show_facts
@@ -149,7 +155,7 @@ def run_facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "seconds" not in run:
         return facts
     peers = [
-        (f"times {peer['system'] or target}", _ratio(peer["total_tok_s_ratio"]))
+        (f"times {peer['system'] or target}", ratio_text(peer["total_tok_s_ratio"]))
         for target, peer in run.get("against", {}).items()
     ]
     other_s = run["seconds"] - run["host_s"] - run["device_s"]
@@ -176,20 +182,3 @@ def _two(values: Mapping[str, float], factor: float) -> str:
     if not values:
         return "-"
     return f"{number(factor * values['p50'])} / {number(factor * values['p99'])}"
-
-
-def _ratio(spread: Mapping[str, float]) -> str:
-    return f"{spread['median']:.2f}x ({spread['low']:.2f} to {spread['high']:.2f})"
-
-
-def indirection_facts(times: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What blocks cost one sequence, and what attention costs at all."""
-    context = f"one sequence of {times['context_len']} tokens"
-    facts = [(f"decode step of {context}, ms", f"{1000 * times['paged_step_s']['median']:.2f}")]
-    for name in ("contiguous", "without_attention"):
-        if f"{name}_step_s" in times:
-            step_ms = 1000 * times[f"{name}_step_s"]["median"]
-            shown = name.replace("_", " ")
-            facts.append((f"  {shown}, ms", f"{step_ms:.2f}"))
-            facts.append((f"  paged by {shown}", _ratio(times[f"paged_by_{name}"])))
-    return facts
