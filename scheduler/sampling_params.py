@@ -37,7 +37,7 @@ def _require_int(field_name: str, value: Any, low: int, high: int = MAX_INT32) -
 
 def _require_number(field_name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or value != value:
-        _refuse(field_name, "a number", value)
+        _refuse(field_name, "a finite number", value)
     if not low <= value <= high:
         _refuse(field_name, f"between {low} and {high}", value)
 

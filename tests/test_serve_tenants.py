@@ -170,20 +170,20 @@ def test_a94_only_requests_of_one_salt_share_prefixes(model):
 
 
 @pytest.fixture
-def served(monkeypatch) -> list[str]:
+def started(monkeypatch) -> list[str]:
     """Ids of the requests that the scheduler starts, in order."""
     ids: list[str] = []
 
     def watched(original):
-        def served(self, sequence, num_tokens):
-            ids.append(sequence.request.request_id)
-            original(self, sequence, num_tokens)
+        def started(self, request):
+            ids.append(request.request_id)
+            original(self, request)
 
-        return served
+        return started
 
     for name in ("priority", "fair"):
         policy = ORDER_POLICIES[name]
-        monkeypatch.setattr(policy, "served", watched(policy.served))
+        monkeypatch.setattr(policy, "started", watched(policy.started))
     return ids
 
 
@@ -210,7 +210,7 @@ def all_at_once(server: LiveServer, requests: dict[str, dict]) -> None:
 ONE_BY_ONE = {"max_num_seqs": 1, "max_model_len": 512}
 
 
-def test_a_lower_priority_goes_first(model, served):
+def test_a_lower_priority_goes_first(model, started):
     body = {"prompt": [8, 9], "max_tokens": 4}
     with tiny_server(model, scheduling_policy="priority", **ONE_BY_ONE) as server:
         all_at_once(
@@ -222,7 +222,7 @@ def test_a_lower_priority_goes_first(model, served):
                 "another": body | {"priority": 0},
             },
         )
-    assert [name.split("-")[1] for name in served] == [
+    assert [name.split("-")[1] for name in started] == [
         "first",
         "urgent",
         "usual",
@@ -231,10 +231,10 @@ def test_a_lower_priority_goes_first(model, served):
     ]
 
 
-def test_tenants_share_fairly(model, served):
+def test_tenants_share_fairly(model, started):
     body = {"prompt": [8, 9], "max_tokens": 4}
     many = {f"ann{i}": body | {"user": "ann"} for i in range(3)}
     with tiny_server(model, scheduling_policy="fair", **ONE_BY_ONE) as server:
         all_at_once(server, {**many, "bob": body | {"user": "bob"}})
-    names = [name.split("-")[1] for name in served]
+    names = [name.split("-")[1] for name in started]
     assert names == ["first", "ann0", "bob", "ann1", "ann2"], "bob is not behind all of ann's"
