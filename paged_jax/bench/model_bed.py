@@ -26,7 +26,7 @@ from paged_jax.tokenizer import load_tokenizer
 
 __all__ = ["ModelBed", "ModelSize", "load_bed"]
 
-NOT_NEEDED = ("copy", "sample_logprobs")
+NEEDED = ("backbone", "sample", "swap_out", "swap_in")  # kinds of programs
 WARM_PROMPT_LEN, WARM_OUTPUT_LEN, NUM_WARM_REQUESTS = 32, 3, 2
 
 
@@ -93,7 +93,7 @@ class ModelBed:
     def engine(self, config: EngineConfig) -> Iterator["PreparedEngine"]:
         """A new engine with every program compiled that a greedy request without extras needs."""
         with self.cold_engine(config) as engine:
-            programs = [p for p in engine.runner.programs() if p.kind not in NOT_NEEDED]
+            programs = [p for p in engine.runner.programs() if p.kind in NEEDED]
             began = time.perf_counter()
             with self._progress.track("compiling", len(programs), unit="programs") as advance:
                 engine.runner.compile_all(programs, done=lambda program: advance(1))
