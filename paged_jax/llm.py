@@ -1,6 +1,7 @@
 """The engine called from Python, offline: prompts in, results out, in the prompts' order."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any, cast
 
 from paged_jax.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
@@ -77,7 +78,9 @@ class LLM:
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         if self.tokenizer is None:
-            raise RequestError("chat needs a tokenizer, and this engine runs without one")
+            raise RequestError(
+                "chat needs a tokenizer, and this engine runs without one", param="messages"
+            )
         encoded = []
         for conversation in conversations:
             text = self.tokenizer.apply_chat_template(conversation, **template)
@@ -190,17 +193,22 @@ class LLM:
     def _params_of_each(self, params: Params, num_prompts: int) -> list[SamplingParams]:
         if params is None:
             params = self.default_sampling_params()
-        if isinstance(params, SamplingParams):
-            return [params] * num_prompts
-        if len(params) != num_prompts:
+        each = [params] * num_prompts if isinstance(params, SamplingParams) else list(params)
+        for one in each:
+            if not isinstance(one, SamplingParams):
+                raise RequestError(
+                    f"sampling_params must be SamplingParams, one or a list, got {one!r:.60}",
+                    param="sampling_params",
+                )
+        if len(each) != num_prompts:
             raise RequestError(
-                f"sampling_params has {len(params)} entries for {num_prompts} prompts",
+                f"sampling_params has {len(each)} entries for {num_prompts} prompts",
                 param="sampling_params",
             )
-        return list(params)
+        return each
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str | Mapping) or (prompts and isinstance(prompts[0], Integral)):
         return [cast(Prompt, prompts)]
     return list(cast(Sequence[Prompt], prompts))

@@ -16,15 +16,18 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | No
     """The prompt's text, where it has one, and its token ids. RequestError if it is neither."""
     if isinstance(prompt, Mapping):
         keys = set(prompt)
-        if keys == {"prompt_token_ids"}:
-            prompt = prompt["prompt_token_ids"]
-        elif keys == {"prompt"}:
-            prompt = prompt["prompt"]
-        else:
+        if keys not in ({"prompt"}, {"prompt_token_ids"}):
             raise RequestError(
                 'a prompt must be a string, {"prompt": ...} or {"prompt_token_ids": [...]}, '
                 f"got the keys {sorted(map(str, keys))}",
                 param="prompt",
+            )
+        (key,) = keys
+        prompt = prompt[key]
+        if isinstance(prompt, str) != (key == "prompt"):
+            wanted = "a string" if key == "prompt" else "a list of token ids"
+            raise RequestError(
+                f"{key} must be {wanted}, got {type(prompt).__name__}", param="prompt"
             )
     if isinstance(prompt, str):
         if tokenizer is None:
