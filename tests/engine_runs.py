@@ -49,12 +49,12 @@ class Run:
                 sample.stop_reason = update.stop_reason
         return updates
 
-    def drain(self) -> None:
-        for _ in range(MAX_STEPS):
+    def drain(self, max_steps: int = MAX_STEPS) -> None:
+        for _ in range(max_steps):
             if not self.engine.has_unfinished:
                 return
             self.step()
-        raise AssertionError(f"work is left after {MAX_STEPS} steps")
+        raise AssertionError(f"work is left after {max_steps} steps")
 
     def tokens(self, request_id: str, index: int = 0) -> tuple[int, ...]:
         return tuple(self.samples[request_id, index].token_ids)

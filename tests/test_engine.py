@@ -367,6 +367,26 @@ def test_a_preempted_sequence_longer_than_its_windows_blocks_comes_back(engine_o
     assert engine.stats().preemptions > before
 
 
+@pytest.mark.xfail(strict=True, reason="it waits for one block more than its group has")
+def test_a_preempted_sequence_of_sliding_layers_only_comes_back(engine_of, decoders):
+    engine = engine_of("scanned", block_size=4, num_blocks=8, seed=1)
+    jobs = {
+        "a": (tokens_of(0, 3), greedy()),
+        "b": (tokens_of(1, 3), greedy(8)),
+        "c": (tokens_of(2, 35), greedy()),
+    }
+    run = Run(engine)
+    for request_id, (prompt, params) in jobs.items():
+        run.add(request_id, prompt, params)
+    try:
+        run.drain(max_steps=200)
+        check(run.samples, expected(decoders["scanned"], jobs))
+    finally:
+        for request_id in jobs:
+            engine.abort(request_id)
+        engine.step()
+
+
 def test_a81_every_buffer_of_the_pools_is_its_own(engine_of):
     engine = engine_of("windowed", block_size=4)
     for _ in range(2):
