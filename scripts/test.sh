@@ -6,4 +6,4 @@ source scripts/env.sh
 ensure_env dev
 
 bash scripts/lint.sh
-exec .venv/bin/python -m pytest -n "${PAGED_JAX_TEST_WORKERS:-2}" --dist loadfile "$@"
+exec .venv/bin/python -m pytest -n "${PAGED_JAX_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder "$@"
