@@ -52,9 +52,11 @@ def until_idle(server: LiveServer) -> None:
 
 
 def blocks(server: LiveServer) -> dict[str, float]:
+    """Blocks by state, all of one scrape: between two the engine may have made a step."""
     return {
-        state: server.metric("paged_jax:kv_blocks", state=state)
-        for state in ("used", "cached", "free")
+        dict(labels)["state"]: value
+        for (name, labels), value in server.scrape().items()
+        if name == "paged_jax:kv_blocks"
     }
 
 
