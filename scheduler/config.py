@@ -100,9 +100,8 @@ class SchedulerConfig:
         """Of a sequence's `num_blocks` blocks, those that a group must hold at the same time."""
         if window is None or self.allocation == "reserved":
             return num_blocks
-        return min(
-            num_blocks, self._num_seen(window) + -(-self.largest_chunk // self.block_size) + 1
-        )
+        chunk = -(-self.largest_chunk // self.block_size)
+        return min(num_blocks, self._num_seen(window) + chunk)
 
     def _num_seen(self, window: int) -> int:
         """Blocks that the keys of one query lie in, at most."""

@@ -367,7 +367,6 @@ def test_a_preempted_sequence_longer_than_its_windows_blocks_comes_back(engine_o
     assert engine.stats().preemptions > before
 
 
-@pytest.mark.xfail(strict=True, reason="it waits for one block more than its group has")
 def test_a_preempted_sequence_of_sliding_layers_only_comes_back(engine_of, decoders):
     engine = engine_of("scanned", block_size=4, num_blocks=8, seed=1)
     jobs = {
