@@ -248,6 +248,20 @@ async def test_a_stop_string_ends_the_stream_and_the_work(engine):
     assert engine.stats().generation_tokens - before < 2 * 60  # of 400
 
 
+async def test_a_stop_string_ends_the_work_of_its_own_sample(engine):
+    params = {"seed": 8, "max_tokens": 150, "n": 2, "ignore_eos": True}
+    texts = [engine.tokenizer.decode(ids) for ids in alone(engine, "x", SamplingParams(**params))]
+    stop = next(letter for letter in texts[0][5:] if letter not in texts[1] and letter != "\ufffd")
+    before = engine.stats().generation_tokens
+    async with serving(engine) as served:
+        told = await read(served, "x", SamplingParams(**params, stop=stop))
+    assert told.text(0) == texts[0][: texts[0].index(stop)]
+    assert told.text(1) == texts[1]
+    assert (told.reasons(0), told.reasons(1)) == (["stop"], ["length"])
+    generated = engine.stats().generation_tokens - before
+    assert generated <= len(told.token_ids(0)) + 150 + 20 < 300  # it ran on for a few steps
+
+
 async def test_a_slow_reader_holds_nobody_up(engine):
     async with serving(engine) as served:
         slow = asyncio.create_task(read(served, "slow", GREEDY, pause_s=0.02))
@@ -264,7 +278,6 @@ async def test_a_slow_reader_holds_nobody_up(engine):
 @pytest.mark.parametrize(
     ("prompt", "param"),
     [
-        ("", "prompt"),
         ([], "prompt"),
         ([VOCAB_SIZE], "prompt"),
         ([-1], "prompt"),
@@ -280,13 +293,13 @@ async def test_a_slow_reader_holds_nobody_up(engine):
 )
 async def test_a_bad_prompt_is_refused_before_anything_starts(prompt, param, engine):
     async with serving(engine) as served:
-        before = engine.stats()
+        before = engine.stats().num_requests
         with pytest.raises(RequestError) as caught:
             await read(served, prompt, LONG)
         assert caught.value.param == param
         assert not served._streams
-        assert engine.stats() == before
         assert len((await read(served, [VOCAB_SIZE - 1], GREEDY)).token_ids()) == 30
+        assert engine.stats().num_requests == before + 1
 
 
 async def test_a_refusal_on_the_engines_thread_reaches_the_caller(engine, monkeypatch):
@@ -539,6 +552,7 @@ async def test_shutdown_before_the_engine_is_there(drain_s, engine):
         await asyncio.wait_for(starting, PATIENCE_S)
     await asyncio.to_thread(served._thread.join, PATIENCE_S)
     assert not served._thread.is_alive()
+    served._begin_to_compile()  # which the thread may have sent just before
     assert served.state == "dead"
 
 

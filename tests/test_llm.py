@@ -14,7 +14,7 @@ from paged_jax.progress import ConsoleProgress, SilentProgress
 from scheduler import derive_seed
 from tests.engine_runs import Run, assert_idle
 from tests.tiny_models import write_tiny_llama
-from tests.tiny_tokenizer import END, VOCAB_SIZE, write_scripted_llama, write_tokenizer
+from tests.tiny_tokenizer import BOS, END, VOCAB_SIZE, write_scripted_llama, write_tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = ["the", "other thing", "a third one, longer than a block", "4"]
@@ -191,10 +191,19 @@ def test_a_seed_repeats_and_its_absence_does_not(llm):
 # Refusals
 
 
+@contextmanager
+def nothing_starts(llm: LLM) -> Iterator[None]:
+    """No request is taken in, not even for a moment."""
+    before = llm.stats()
+    yield
+    assert_idle(llm.engine)
+    llm.engine.step()  # figures are of the last step
+    assert llm.stats() == before
+
+
 @pytest.mark.parametrize(
     ("bad", "param"),
     [
-        ("", "prompt"),
         ([], "prompt"),
         ("x" * 200, "prompt"),
         ({"text": "x"}, "prompt"),
@@ -212,25 +221,21 @@ def test_a_seed_repeats_and_its_absence_does_not(llm):
     ],
 )
 def test_one_bad_prompt_stops_all_before_any_is_started(llm, bad, param):
-    before = llm.stats()
-    with pytest.raises(RequestError) as caught:
+    with nothing_starts(llm), pytest.raises(RequestError) as caught:
         llm.generate([PROMPTS[0], bad, PROMPTS[1]], GREEDY)
     assert caught.value.param == param
-    assert llm.stats() == before
-    assert_idle(llm.engine)
     assert texts(llm.generate(PROMPTS[0], GREEDY)) == [alone(llm, PROMPTS[0])]
 
 
 def test_parameters_must_be_as_many_as_the_prompts(llm):
-    before = llm.stats()
-    with pytest.raises(RequestError, match="2 entries for 3 prompts") as caught:
-        llm.generate(PROMPTS[:3], [GREEDY] * 2)
-    assert caught.value.param == "sampling_params"
-    with pytest.raises(RequestError, match="sampling_params"):
-        llm.generate(PROMPTS[:2], [GREEDY, None])
-    with pytest.raises(RequestError, match="sampling_params"):
-        llm.generate(PROMPTS[0], {"temperature": 0.0})
-    assert llm.stats() == before
+    with nothing_starts(llm):
+        with pytest.raises(RequestError, match="2 entries for 3 prompts") as caught:
+            llm.generate(PROMPTS[:3], [GREEDY] * 2)
+        assert caught.value.param == "sampling_params"
+        with pytest.raises(RequestError, match="sampling_params"):
+            llm.generate(PROMPTS[:2], [GREEDY, None])
+        with pytest.raises(RequestError, match="sampling_params"):
+            llm.generate(PROMPTS[0], {"temperature": 0.0})
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path):
@@ -297,7 +302,7 @@ def test_a48_what_was_held_back_comes_at_the_end(scripted, max_tokens, reason):
 
 
 def test_a55_each_end_has_its_reason(scripted):
-    two = scripted.tokenizer.encode(" two")[0]
+    two = scripted.tokenizer.backend.token_to_id(" two")
     end = scripted.tokenizer.backend.token_to_id(END)
     whole = "one two three four"
     assert told(scripted, "P?") == (whole, "stop", None)
@@ -314,7 +319,7 @@ def test_a55_each_end_has_its_reason(scripted):
 
 
 def test_a_stop_token_shows_only_where_it_is_asked_for(scripted):
-    two = scripted.tokenizer.encode(" two")[0]
+    two = scripted.tokenizer.backend.token_to_id(" two")
     fields = {"stop_token_ids": [two], "include_stop_str_in_output": True}
     assert told(scripted, "P?", **fields) == ("one two", "stop", two)
     params = SamplingParams(temperature=0.0, stop_token_ids=[two])
@@ -350,7 +355,10 @@ def test_work_ends_at_a_stop_string(scripted):
 def test_a_character_split_by_the_prompts_end_is_continued(llm):
     """What the tokens are is told in ids; the text begins at the first output token."""
     euro = "€".encode()
-    prompt = [llm.tokenizer.encode("a")[0], *map(int, llm.tokenizer.encode("€")[:2])]
+    prompt = [
+        llm.tokenizer.encode("a")[-1],
+        *map(int, llm.tokenizer.encode("€", add_special_tokens=False)[:2]),
+    ]
     assert len(euro) == 3
     (result,) = llm.generate({"prompt_token_ids": prompt}, GREEDY)
     output = result.outputs[0]
@@ -363,15 +371,21 @@ USER = {"role": "user", "content": "the other"}
 SYSTEM = {"role": "system", "content": "be brief"}
 
 
-def test_a_chat_is_its_template_without_a_second_bos(llm):
+def test_a57_a_text_has_one_bos_and_a_chat_what_its_template_writes(llm):
     text = (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nthe other<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
     (result,) = llm.chat([SYSTEM, USER], GREEDY)
     assert result.prompt == text
-    assert list(result.prompt_token_ids) == llm.tokenizer.encode_chat([SYSTEM, USER])
-    assert texts([result]) == texts(llm.generate({"prompt": text}, GREEDY))
+    ids = llm.tokenizer.encode(text, add_special_tokens=False)
+    assert list(result.prompt_token_ids) == ids == llm.tokenizer.encode_chat([SYSTEM, USER])
+    assert texts([result]) == texts(llm.generate({"prompt_token_ids": ids}, GREEDY))
+    bos = llm.tokenizer.bos_token_id
+    assert bos not in ids
+    for prompt in (text, f"{BOS}{text}"):
+        (result,) = llm.generate(prompt, GREEDY)
+        assert list(result.prompt_token_ids) == [bos, *ids]
 
 
 def test_several_chats_come_in_their_order(llm):
@@ -397,10 +411,8 @@ def test_a_chat_may_go_on_with_its_last_message(llm):
     ],
 )
 def test_a56_what_a_template_refuses_starts_nothing(llm, messages, message):
-    before = llm.stats()
-    with pytest.raises(RequestError, match=message):
+    with nothing_starts(llm), pytest.raises(RequestError, match=message):
         llm.chat(messages, GREEDY)
-    assert llm.stats() == before
 
 
 def test_without_a_tokenizer_there_are_tokens_and_no_text(random_llm):

@@ -38,11 +38,19 @@ def tiny_tokenizer(pieces: Sequence[str] = ()) -> tokenizers.Tokenizer:
 
 
 def write_tokenizer(directory: Path, pieces: Sequence[str] = ()) -> tokenizers.Tokenizer:
-    """Write tokenizer.json and tokenizer_config.json beside a model's own files."""
+    """Write tokenizer.json and tokenizer_config.json beside a model's own files.
+
+    A text begins with a BOS token, a chat does not.
+    """
     backend = tiny_tokenizer(pieces)
     directory.mkdir(parents=True, exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
-    config = {"bos_token": BOS, "eos_token": END, "chat_template": CHAT_TEMPLATE}
+    config = {
+        "bos_token": BOS,
+        "eos_token": END,
+        "add_bos_token": True,
+        "chat_template": CHAT_TEMPLATE,
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return backend
 
