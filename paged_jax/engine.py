@@ -415,6 +415,7 @@ class Engine:
         sampled = [] if result is None else np.asarray(result.tokens)[:count].tolist()
         waited = time.perf_counter()
         updates = self.scheduler.update(output, sampled)
+        self._forget_what_is_not_finite(updates)
         if result is not None and result.logprobs is not None:
             updates = _with_logprobs(updates, output, result.logprobs)
         self._num_generation_tokens += sum(u.token_id is not None for u in updates)
@@ -425,6 +426,17 @@ class Engine:
         if self._step_log is not None:
             self._step_log.update(output, sampled, record)
         return updates
+
+    def _forget_what_is_not_finite(self, updates: Sequence[SequenceUpdate]) -> None:
+        """After an `error`, no cached block is found again: the NaN may lie in any of those that
+        the sequence read, and every later request with that prefix would end the same way."""
+        for update in updates:
+            if update.finish_reason is FinishReason.ERROR:
+                logger.warning(
+                    "request %s ended: its logits are not finite; cached prefixes are forgotten",
+                    update.sequence.request.request_id,
+                )
+                self.scheduler.forget_prefixes()
 
     # -- compiling --------------------------------------------------------------------------
 
