@@ -1,12 +1,13 @@
 """What a request must produce: one sequence at a time, float32, no cache, no batch, no chunks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from paged_jax import SamplingParams
 from paged_jax.attention import dense
 from paged_jax.models import ServedModel
 
@@ -41,29 +42,53 @@ class DenseDecoder:
         self._run = lambda ids, last: np.asarray(run(model.params, ids, last))
 
     def greedy(self, prompt: Sequence[int], count: int) -> Decoded:
-        return self._decode(prompt, count, lambda logits, position: logits)
+        return self.decode(prompt, SamplingParams(temperature=0.0, max_tokens=count))
 
     def sampled(self, prompt: Sequence[int], count: int, seed: int) -> Decoded:
-        """Temperature 1: the best of logits and Gumbel noise, whose key is seed and position."""
-        return self._decode(
-            prompt,
-            count,
-            lambda logits, position: logits + gumbel(seed, position, self.vocab_size),
-        )
+        return self.decode(prompt, SamplingParams(max_tokens=count), seed)
 
-    def _decode(
-        self, prompt: Sequence[int], count: int, score: Callable[[np.ndarray, int], np.ndarray]
-    ) -> Decoded:
-        assert len(prompt) + count <= self._length + 1
+    def logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
+        """float32[V]: of the token after these."""
+        ids = np.zeros(self._length, np.int32)
+        ids[: len(token_ids)] = token_ids
+        logits = self._run(ids, np.int32(len(token_ids) - 1))
+        shifted = logits - logits.max()
+        return shifted - np.log(np.exp(shifted).sum())
+
+    def decode(self, prompt: Sequence[int], params: SamplingParams, seed: int = 0) -> Decoded:
+        """`max_tokens` tokens, past any end. Honours temperature 0 and 1, and penalties.
+
+        At temperature 1 it is the best of logits and Gumbel noise, whose key is seed and position.
+        """
+        count = params.max_tokens
+        assert count is not None and len(prompt) + count <= self._length + 1
+        assert params.temperature in (0.0, 1.0)
         ids = np.zeros(self._length + 1, np.int32)
         ids[: len(prompt)] = prompt
         lead = np.inf
         for position in range(len(prompt), len(prompt) + count):
-            scores = score(self._run(ids[:-1].copy(), np.int32(position - 1)), position)
+            logits = self._run(ids[:-1].copy(), np.int32(position - 1))
+            scores = penalized(logits, prompt, ids[len(prompt) : position], params)
+            if params.temperature:
+                scores = scores + gumbel(seed, position, self.vocab_size)
             second, best = np.argsort(scores)[-2:]
             lead = min(lead, float(scores[best] - scores[second]))
             ids[position] = best
         return Decoded(tuple(ids[len(prompt) : len(prompt) + count].tolist()), lead)
+
+
+def penalized(
+    logits: np.ndarray, prompt: Sequence[int], output: np.ndarray, params: SamplingParams
+) -> np.ndarray:
+    scores = logits.copy()
+    for token in {*prompt, *output.tolist()}:
+        factor = params.repetition_penalty
+        scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
+    for token in output.tolist():
+        scores[token] -= params.frequency_penalty
+    for token in set(output.tolist()):
+        scores[token] -= params.presence_penalty
+    return scores
 
 
 @jax.jit

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from paged_jax import Engine, SamplingParams
+from paged_jax.outputs import TokenLogprob
 from pallas_kernels import write_kv
 from scheduler import AttentionMetadata, SequenceUpdate
 
@@ -22,6 +23,7 @@ class Sample:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 class Run:
@@ -44,6 +46,8 @@ class Run:
             assert sample.finish_reason is None, f"{key} goes on after its end"
             if update.token_id is not None:
                 sample.token_ids.append(update.token_id)
+            if update.logprobs is not None:
+                sample.logprobs.append(update.logprobs)
             if update.finish_reason is not None:
                 sample.finish_reason = str(update.finish_reason)
                 sample.stop_reason = update.stop_reason

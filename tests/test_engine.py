@@ -22,6 +22,7 @@ from tests.tiny_models import write_tiny_llama
 BLOCK = 8
 COUNT = 12  # tokens a job generates
 LENGTH = 64  # of the longest sequence
+PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.7, "repetition_penalty": 1.5}
 SMALL_POOL = {"num_blocks": 11}  # 80 tokens, for four sequences of up to 52
 EngineOf = Callable[..., Engine]
 
@@ -125,6 +126,8 @@ def equivalence_jobs() -> dict[str, Job]:
         jobs[f"seeded-{i}"] = (prompt, seeded(2**63 + i))
     jobs["samples-of-a-full-block"] = (PROMPTS[2], seeded(5, n=3))
     jobs["samples-that-copy"] = (PROMPTS[4], seeded(6, n=3))
+    jobs["penalized"] = (PROMPTS[3], greedy(**PENALTIES))
+    jobs["penalized-samples"] = (PROMPTS[5], seeded(7, n=2, **PENALTIES))
     return jobs
 
 
@@ -140,7 +143,7 @@ def wanted(decoders) -> Callable[[str], Tokens]:
     def get(model: str) -> Tokens:
         if model not in memo:
             memo[model] = expected(decoders[model], JOBS)
-            assert len(memo[model]) > 20  # of 26 samples
+            assert len(memo[model]) > 22  # of 29 samples
         return memo[model]
 
     return get
@@ -151,11 +154,8 @@ def expected(decoder: DenseDecoder, jobs: dict[str, Job]) -> Tokens:
     found = {}
     for request_id, (prompt, params) in jobs.items():
         for index in range(params.n):
-            if params.temperature:
-                seed = derive_seed(params.seed, index)
-                decoded = decoder.sampled(prompt, params.max_tokens, seed)
-            else:
-                decoded = decoder.greedy(prompt, params.max_tokens)
+            seed = 0 if params.seed is None else derive_seed(params.seed, index)
+            decoded = decoder.decode(prompt, params, seed)
             if decoded.is_clear:
                 found[request_id, index] = decoded.token_ids
     return found
@@ -215,6 +215,33 @@ def test_tokens_are_those_of_the_plain_model(case, engine_of, wanted):
     assert (engine.scheduler.num_swaps > 0) == ("swap" in case)
 
 
+@pytest.mark.parametrize("model", ["llama", "windowed"])
+def test_logprobs_are_those_of_the_plain_model(model, engine_of, decoders):
+    """Raw ones, whatever the penalties and however the sequence was computed."""
+    pool = SMALL_POOL if model == "llama" else FEW
+    engine, decoder = engine_of(model, **pool), decoders[model]
+    jobs = {f"r{i}": (tokens_of(i, 20), seeded(i, 20, logprobs=3)) for i in range(4)}
+    jobs["penalized"] = (STEM, greedy(30, logprobs=0, **PENALTIES))
+    jobs["two"] = (STEM, seeded(9, 10, n=2, logprobs=20))
+    jobs["none"] = (STEM, greedy(30))
+    before = engine.stats().preemptions
+    samples = run_all(engine, jobs)
+    assert engine.stats().preemptions > before
+    assert samples.pop(("none", 0)).logprobs == []
+    for (request_id, _), sample in samples.items():
+        prompt, params = jobs[request_id]
+        assert len(sample.logprobs) == len(sample.token_ids)
+        for i, (token, entry) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
+            want = decoder.logprobs([*prompt, *sample.token_ids[:i]])
+            assert entry.token_id == token
+            assert entry.logprob == pytest.approx(want[token], abs=1e-3)
+            assert len(entry.top) == params.logprobs
+            best = np.sort(want)[::-1][: params.logprobs]
+            np.testing.assert_allclose(list(entry.top.values()), best, atol=1e-3)
+            for other, logprob in entry.top.items():
+                assert logprob == pytest.approx(want[other], abs=1e-3)
+
+
 def test_prefix_hits_are_told_and_leave_a_token_to_compute(engine_of):
     """A06, too: a prompt whose blocks are all cached."""
     engine = engine_of()
@@ -248,7 +275,10 @@ def test_a_random_life(model, num_blocks, config, engine_of, decoders):
         if len(jobs) < num_jobs and rng.random() < 0.4:
             prompt = [*stems[rng.integers(3)], *tokens_of(len(jobs), rng.integers(1, 15))]
             n, count = int(rng.choice([1, 1, 1, 2, 4])), int(rng.integers(0, 24))
-            params = seeded(len(jobs), count, n=n) if rng.random() < 0.6 else greedy(count, n=n)
+            fields = {"n": n} | (PENALTIES if rng.random() < 0.3 else {})
+            params = seeded(len(jobs), count, **fields)
+            if rng.random() < 0.4:
+                params = greedy(count, **fields)
             jobs[f"r{len(jobs)}"] = (prompt, params)
             run.add(f"r{len(jobs) - 1}", prompt, params)
         if jobs and rng.random() < 0.04:
@@ -446,6 +476,28 @@ def test_logits_that_are_not_finite_end_their_own_request_only(models, wanted):
         assert samples.pop(("bad", 0)) == Sample([], "error")
         check(samples, want)
         assert_idle(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prefix_that_was_computed_wrong_is_not_found_again(
+    overlap, engine_of, decoders, monkeypatch, caplog
+):
+    """One step in the middle of a long prompt goes wrong, as a faulty device would have it."""
+    engine = engine_of(overlap=overlap, **TO_HOST, kv_offload=True)
+    prompt = tokens_of(66, 45)
+    good = engine.runner._params
+    run = Run(engine)
+    run.add("a", prompt, greedy())
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "_params", jax.tree.map(lambda x: x * jnp.nan, good))
+        run.step()
+    run.drain()
+    assert run.samples["a", 0] == Sample([], "error")
+    assert "request a ended: its logits are not finite" in caplog.text
+    assert engine.stats().blocks_cached == 0
+    want = decoders["llama"].greedy(prompt, COUNT)
+    assert want.is_clear
+    assert tuple(finish(engine, prompt, greedy()).token_ids) == want.token_ids
 
 
 # Limits
