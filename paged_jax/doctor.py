@@ -186,6 +186,8 @@ def _jax(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             "ok", f"JAX runs on {machine.jax.backend}: {len(devices)} x {devices[0].kind}{memory}"
         )
+        if machine.jax.attention:
+            yield Finding("ok", f"attention back end {machine.jax.attention}")
 
 
 def _fallback(machine: Machine) -> Iterator[Finding]:

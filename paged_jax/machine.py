@@ -61,6 +61,7 @@ class JaxProbe:
     backend: str | None  # None: it did not come up
     devices: tuple[Device, ...] = ()
     said: str = ""  # the end of its standard error
+    attention: str = ""  # which attention back end `auto` takes here, and why
     timed_out: bool = False
 
 
@@ -178,12 +179,13 @@ def jax_requirements() -> tuple[str, ...]:
 
 _PROBE = """
 import json, jax, jax.numpy as jnp
+from pallas_kernels import choose_backend
 devices = jax.local_devices()
 for device in devices:
     jnp.dot(*[jax.device_put(jnp.ones((8, 8)), device)] * 2).block_until_ready()
 print(json.dumps([jax.default_backend(), [
     [device.device_kind, (device.memory_stats() or {}).get("bytes_limit")] for device in devices
-]]))
+], choose_backend("auto", devices[0].device_kind)[1]]))
 """
 
 
@@ -204,8 +206,13 @@ def probe_jax(code: str = _PROBE, timeout_s: float = PROBE_TIMEOUT_S) -> JaxProb
         return JaxProbe(None, said=last_lines(said), timed_out=True)
     if done.returncode != 0:
         return JaxProbe(None, said=last_lines(done.stderr))
-    backend, devices = json.loads(done.stdout.splitlines()[-1])
-    return JaxProbe(backend, tuple(Device(*device) for device in devices), last_lines(done.stderr))
+    backend, devices, attention = json.loads(done.stdout.splitlines()[-1])
+    return JaxProbe(
+        backend,
+        tuple(Device(*device) for device in devices),
+        last_lines(done.stderr),
+        attention=attention,
+    )
 
 
 def last_lines(text: str, count: int = 3) -> str:

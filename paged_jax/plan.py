@@ -14,7 +14,7 @@ from paged_jax.model_runner import ModelRunner
 from paged_jax.models import ServedModel
 from paged_jax.progress import Progress
 from paged_jax.sharding import make_mesh
-from pallas_kernels import choose_backend
+from pallas_kernels import KVSpec, choose_backend
 from scheduler import Buckets, SchedulerConfig, make_buckets
 
 __all__ = ["Plan", "choose_dtype", "make_plan", "size_runner"]
@@ -103,9 +103,8 @@ def size_runner(
     On an accelerator the largest programs are compiled first: their temporaries, as the
     compiler gives them, are not available to the pool.
     """
-    backend, _ = choose_backend(config.attention_backend, device.device_kind)
 
-    def build(num_blocks: int) -> ModelRunner:
+    def specs_of(num_blocks: int) -> list[KVSpec]:
         counts = group_num_blocks(
             plan.groups,
             num_blocks,
@@ -113,7 +112,7 @@ def size_runner(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=plan.max_num_batched_tokens,
         )
-        specs = [
+        return [
             kv_spec(
                 group,
                 num_blocks=count,
@@ -122,12 +121,20 @@ def size_runner(
             )
             for group, count in zip(plan.groups, counts, strict=True)
         ]
+
+    most = config.max_num_seqs * plan.table_width + 1
+    backend, reason = choose_backend(
+        config.attention_backend, device.device_kind, specs_of(config.num_blocks or most)
+    )
+    progress.say(f"attention back end {reason}")
+
+    def build(num_blocks: int) -> ModelRunner:
         return ModelRunner(
             model,
             mesh=make_mesh(device),
             backend=backend,
             layer_slots=plan.layer_slots,
-            specs=specs,
+            specs=specs_of(num_blocks),
             buckets=plan.buckets,
             table_width=plan.table_width,
             max_num_seqs=config.max_num_seqs,
@@ -138,7 +145,6 @@ def size_runner(
 
     if config.num_blocks is not None:
         return build(config.num_blocks)
-    most = config.max_num_seqs * plan.table_width + 1
     runner = build(most)
     block_bytes = runner.num_block_bytes
     temporary_bytes = 0

@@ -1,6 +1,7 @@
 """Attention back ends by name. A new accelerator is one file, and one line in this package's
 front door."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import jax
@@ -21,6 +22,18 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    def is_made_for(self, device_kind: str) -> bool:
+        """Whether `auto` should take it on a device of that kind (`jax.Device.device_kind`)."""
+
+    def for_device(self, device_kind: str) -> "Backend":
+        """The same back end, tuned for a device of that kind."""
+
+    def refusal(self, spec: KVSpec) -> str | None:
+        """What it cannot take about such a pool, by name and value, or None.
+
+        Looks at the block size, the heads and the dtype; the number of blocks is not known yet.
+        """
 
     def layout(self, spec: KVSpec) -> PoolLayout: ...
 
@@ -79,12 +92,26 @@ def get_backend(name: str) -> Backend:
     return _backends[name]
 
 
-def choose_backend(name: str, device_kind: str) -> tuple[Backend, str]:
-    """The back end to use, and why, in words for a log.
+def choose_backend(
+    name: str, device_kind: str, specs: Sequence[KVSpec] = ()
+) -> tuple[Backend, str]:
+    """The back end to use, tuned for the device, and why, in words for a log.
 
-    `name` is a back end's name, taken at its word, or `"auto"`. `device_kind` is the device's own
-    description (`jax.Device.device_kind`).
+    `name` is a back end's name, taken at its word: it then raises for what it cannot do.
+    `"auto"` is a back end that is made for the device and takes every pool of `specs`, else
+    `xla`. `device_kind` is the device's own description (`jax.Device.device_kind`).
     """
     if name != "auto":
-        return get_backend(name), f"{name}: chosen by name"
-    return get_backend("xla"), f"xla: auto, no kernel is written for {device_kind!r}"
+        return get_backend(name).for_device(device_kind), f"{name}: chosen by name"
+    reasons = []
+    for candidate in _backends.values():
+        if not candidate.is_made_for(device_kind):
+            continue
+        backend = candidate.for_device(device_kind)
+        refusals = [refusal for spec in specs if (refusal := backend.refusal(spec))]
+        if not refusals:
+            reasons.append(f"{backend.name}: auto, made for {device_kind!r}")
+            return backend, "; ".join(reversed(reasons))
+        reasons.append(f"{backend.name} cannot: {refusals[0]}")
+    reasons = reasons or [f"no kernel is written for {device_kind!r}"]
+    return get_backend("xla").for_device(device_kind), f"xla: auto, {'; '.join(reasons)}"

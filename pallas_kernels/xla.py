@@ -31,6 +31,15 @@ class XlaBackend:
 
     name: str = "xla"
 
+    def is_made_for(self, device_kind: str) -> bool:
+        return False  # it runs anywhere: what `auto` takes is in `choose_backend`
+
+    def for_device(self, device_kind: str) -> "XlaBackend":
+        return self
+
+    def refusal(self, spec: KVSpec) -> str | None:
+        return None
+
     def layout(self, spec: KVSpec) -> PoolLayout:
         layers, blocks, block_size, num_kv_heads, head_size, dtype = check_spec(spec)
         array = jax.ShapeDtypeStruct((layers * blocks, num_kv_heads, block_size, head_size), dtype)

@@ -66,6 +66,12 @@ def test_a_healthy_machine_is_well(healthy):
     assert report(findings).endswith("All is well.")
 
 
+def test_it_says_which_attention_back_end_auto_takes_and_why():
+    probe = replace(LAPTOP.jax, attention="xla: auto, no kernel is written for 'cpu'")
+    text = report(diagnose(replace(LAPTOP, jax=probe)))
+    assert "attention back end xla: auto, no kernel is written for 'cpu'" in text
+
+
 SICK = {
     "little memory": (
         replace(LAPTOP, available_bytes=GIB),
@@ -285,6 +291,7 @@ def test_the_hosts_of_a_slice_are_asked_for():
 
 def test_jax_is_started_in_a_process_of_its_own():
     probe = machine.probe_jax()
+    assert probe.attention == "xla: auto, no kernel is written for 'cpu'"
     assert probe.backend == "cpu"
     assert probe.devices[0].kind == "cpu"
 

@@ -2,9 +2,11 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import (
+    KVSpec,
     ReferenceBackend,
     XlaBackend,
     backend_names,
@@ -13,6 +15,8 @@ from pallas_kernels import (
     register_backend,
     registry,
 )
+
+SPEC = KVSpec(2, 8, 16, 2, 64, jnp.dtype("float32"))
 
 
 @pytest.fixture
@@ -65,3 +69,43 @@ def test_a_taken_name_is_refused(name):
     with pytest.raises(ValueError, match=f"name '{name}' is taken"):
         register_backend(dataclasses.replace(ReferenceBackend(), name=name))
     assert get_backend("xla") == XlaBackend()
+
+
+@dataclasses.dataclass(frozen=True)
+class OfAFile:
+    """A back end that somebody else wrote: all of `ReferenceBackend`, for one kind of device."""
+
+    name: str = "theirs"
+    device_kind: str = "unknown"
+
+    def __getattr__(self, attribute):
+        return getattr(ReferenceBackend(), attribute)
+
+    def is_made_for(self, device_kind):
+        return device_kind == "Abacus 3000"
+
+    def for_device(self, device_kind):
+        return dataclasses.replace(self, device_kind=device_kind)
+
+    def refusal(self, spec):
+        return None if spec.head_size % 64 == 0 else f"head_size {spec.head_size} is not whole"
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_auto_takes_the_one_that_is_made_for_the_device():
+    theirs = register_backend(OfAFile())
+    backend, reason = choose_backend("auto", "Abacus 3000", [SPEC])
+    assert backend == theirs.for_device("Abacus 3000") != theirs
+    assert reason == "theirs: auto, made for 'Abacus 3000'"
+    assert choose_backend("auto", "Abacus 2000", [SPEC])[0] == XlaBackend()
+    by_name, reason = choose_backend("theirs", "Abacus 2000", [SPEC._replace(head_size=80)])
+    assert (by_name, reason) == (theirs.for_device("Abacus 2000"), "theirs: chosen by name")
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_auto_takes_xla_for_a_pool_that_is_refused_and_says_which():
+    register_backend(OfAFile())
+    specs = [SPEC, SPEC._replace(head_size=80)]
+    backend, reason = choose_backend("auto", "Abacus 3000", specs)
+    assert backend == XlaBackend()
+    assert reason == "xla: auto, theirs cannot: head_size 80 is not whole"
