@@ -46,17 +46,21 @@ class AsyncEngine:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: EngineConfig | Engine,
         *,
         progress: Progress | None = None,
         make_engine: Callable[[], Engine] | None = None,
     ):
-        """`make_engine` replaces loading `config.model`: an engine of one's own model."""
-        self.config = config
+        """`config` names what to load, or is an engine made already, which is then nobody else's;
+        `make_engine` makes one on the engine's thread."""
+        self.config = config.config if isinstance(config, Engine) else config
         self.state: State = "loading"
-        self._make_engine = make_engine or (
-            lambda: Engine.from_pretrained(config, progress=progress)
-        )
+        if isinstance(config, Engine):
+            self._make_engine: Callable[[], Engine] = lambda: config
+        else:
+            self._make_engine = make_engine or (
+                lambda: Engine.from_pretrained(config, progress=progress)
+            )
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._streams: dict[str, Events] = {}
         self._stream_ended = asyncio.Event()

@@ -1,9 +1,11 @@
 """The engine's configuration: one frozen value, made at the entry point and never patched.
 
-Its fields are the keywords of `LLM(...)` and `AsyncEngine(...)` and the flags of the command line.
+Its fields are the keywords of `LLM(...)` and `Engine.from_nnx(...)` and the flags of the command
+line.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,3 +149,17 @@ class EngineConfig:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+
+
+def config_of(
+    config: EngineConfig | None, options: Mapping[str, Any], *, model: str
+) -> EngineConfig:
+    """The configuration given whole, or made of its fields; `model` is the name it has otherwise.
+
+    Raises ConfigError if both are given.
+    """
+    if config is None:
+        return EngineConfig(**({"model": model} | dict(options)))
+    if options:
+        raise ConfigError(f"give a config or its fields, not both: {', '.join(sorted(options))}")
+    return config

@@ -16,16 +16,26 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
+from flax import linen, nnx
 
 from paged_jax.compile_cache import use_compile_cache
 from paged_jax.compile_log import CompileCounter
-from paged_jax.config import EngineConfig
+from paged_jax.config import EngineConfig, config_of
 from paged_jax.errors import ConfigError, RequestError
 from paged_jax.generation_config import read_generation_config
 from paged_jax.hub import resolve_model
 from paged_jax.model_runner import StepResult, StepSizes
-from paged_jax.models import ServedModel, load_model
+from paged_jax.models import (
+    Apply,
+    Logits,
+    ServedModel,
+    from_function,
+    from_linen,
+    from_nnx,
+    load_model,
+)
 from paged_jax.outputs import TokenLogprob
+from paged_jax.params import cast_floats
 from paged_jax.plan import choose_dtype, make_plan, size_runner
 from paged_jax.progress import ConsoleProgress, Progress
 from paged_jax.sampling import Logprobs
@@ -135,23 +145,51 @@ class Engine:
     """Continuous batching over one model. Not thread-safe: one thread calls everything but
     `check_request` and `stats`.
 
-    `model` is a `ServedModel`; `eos_token_ids` end a sequence unless the request ignores them;
-    `order` replaces the configured scheduling policy by one's own.
-    Raises ConfigError when the configuration does not fit the model or the device.
+        Engine.from_pretrained("smollm2")
+        Engine.from_nnx(module, max_num_seqs=8)             # your own Flax NNX module
+        Engine.from_linen(module, params, num_layers=12)    # your own Flax Linen module
+        Engine(apply_fn, params, logits=logits_fn)          # any function of parameters
+        Engine(served_model, config)
+
+    The keywords that are not named below are the fields of `EngineConfig`, in place of `config`.
+    `eos_token_ids` end a sequence unless the request ignores them; `order` replaces the configured
+    scheduling policy by one's own; `logits`, `num_layers`, `max_position` and `uses_positions` are
+    those of `paged_jax.models.from_function`.
+    Raises ConfigError when the configuration does not fit the model or the device, ModelLoadError
+    when the model is of another form than the contract.
     """
 
     def __init__(
         self,
-        model: ServedModel,
-        config: EngineConfig,
+        model: ServedModel | Apply,
+        params: Any = None,
+        config: EngineConfig | None = None,
         *,
+        logits: Logits | None = None,
+        num_layers: int | None = None,
+        max_position: int | None = None,
+        uses_positions: bool = True,
         name: str | None = None,
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Iterable[int] = (),
         generation_defaults: Mapping[str, Any] | None = None,
         order: OrderPolicy | None = None,
         progress: Progress | None = None,
+        **options: Any,
     ):
+        if isinstance(params, EngineConfig):
+            params, config = None, params
+        config = config_of(config, options, model=name or "model")
+        if not isinstance(model, ServedModel):
+            use_compile_cache(config.compilation_cache_dir)
+            model = from_function(
+                model,
+                cast_floats(params, config.dtype),
+                logits=logits,
+                num_layers=num_layers,
+                max_position=max_position,
+                uses_positions=uses_positions,
+            )
         self.config = config
         self.model_name = config.served_model_name or name or config.model
         self.tokenizer = tokenizer
@@ -193,8 +231,19 @@ class Engine:
         self._last_stats = self._make_stats()
 
     @classmethod
-    def from_pretrained(cls, config: EngineConfig, *, progress: Progress | None = None) -> Self:
-        """Load a model from disk, the Hub or the package index. See also `warm_up`."""
+    def from_pretrained(
+        cls,
+        model: str | EngineConfig,
+        *,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> Self:
+        """Load a model from disk, the Hub or the package index. See also `warm_up`.
+
+        `model` is its name, with `options` for the other fields of `EngineConfig`, or all of them.
+        """
+        whole = model if isinstance(model, EngineConfig) else None
+        config = config_of(whole, options, model=str(model))
         progress = progress or ConsoleProgress()
         files = resolve_model(config.model, progress=progress)
         use_compile_cache(config.compilation_cache_dir)
@@ -214,6 +263,73 @@ class Engine:
             eos_token_ids=eos,
             generation_defaults=generation.sampling,
             progress=progress,
+        )
+
+    @classmethod
+    def from_nnx(
+        cls,
+        module: nnx.Module,
+        config: EngineConfig | None = None,
+        *,
+        num_layers: int | None = None,
+        max_position: int | None = None,
+        uses_positions: bool = True,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Iterable[int] = (),
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> Self:
+        """Serve a Flax NNX module: `__call__(token_ids, positions, attend)` and `logits(hidden)`.
+
+        The keywords are those of `models.from_nnx` and of `Engine`.
+        """
+        config = config_of(config, options, model=type(module).__name__)
+        use_compile_cache(config.compilation_cache_dir)
+        model = from_nnx(
+            module,
+            num_layers=num_layers,
+            max_position=max_position,
+            uses_positions=uses_positions,
+        )
+        return cls(
+            model._replace(params=cast_floats(model.params, config.dtype)),
+            config,
+            tokenizer=tokenizer,
+            eos_token_ids=eos_token_ids,
+            progress=progress,
+        )
+
+    @classmethod
+    def from_linen(
+        cls,
+        module: linen.Module,
+        params: Any,
+        config: EngineConfig | None = None,
+        *,
+        num_layers: int | None = None,
+        max_position: int | None = None,
+        uses_positions: bool = True,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Iterable[int] = (),
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> Self:
+        """Serve a Flax Linen module: `__call__(token_ids, positions, attend)`, `logits(hidden)`.
+
+        `params` is the collection of that name; the keywords are those of `models.from_linen` and
+        of `Engine`.
+        """
+        config = config_of(config, options, model=type(module).__name__)
+        use_compile_cache(config.compilation_cache_dir)
+        model = from_linen(
+            module,
+            cast_floats(params, config.dtype),
+            num_layers=num_layers,
+            max_position=max_position,
+            uses_positions=uses_positions,
+        )
+        return cls(
+            model, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, progress=progress
         )
 
     # -- requests ---------------------------------------------------------------------------

@@ -5,9 +5,8 @@ from numbers import Integral
 from typing import Any, cast
 
 from paged_jax.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from paged_jax.config import EngineConfig
 from paged_jax.engine import Engine, EngineStats
-from paged_jax.errors import RequestError
+from paged_jax.errors import ConfigError, RequestError
 from paged_jax.outputs import RequestOutput
 from paged_jax.progress import ConsoleProgress, Progress, SilentProgress
 from paged_jax.prompts import Prompt, encode_prompt
@@ -23,15 +22,19 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 class LLM:
     """A model ready to answer. Not thread-safe.
 
-    `model` is an alias (`smollm2`), a Hugging Face id, a folder or a .gguf file; the keywords are
-    the fields of `EngineConfig`. Raises ConfigError, ModelNotFoundError or ModelLoadError.
+    `model` is an alias (`smollm2`), a Hugging Face id, a folder or a .gguf file, and the keywords
+    are the fields of `EngineConfig`; or it is an `Engine`, of one's own model perhaps. Raises
+    ConfigError, ModelNotFoundError or ModelLoadError.
     """
 
-    def __init__(self, model: str, *, progress: Progress | None = None, **config: Any):
+    def __init__(self, model: str | Engine, *, progress: Progress | None = None, **config: Any):
         self._progress = progress or ConsoleProgress()
-        self.engine = Engine.from_pretrained(
-            EngineConfig(model=model, **config), progress=self._progress
-        )
+        if isinstance(model, Engine):
+            if config:
+                raise ConfigError(f"the engine is made already: {', '.join(config)} come too late")
+            self.engine = model
+        else:
+            self.engine = Engine.from_pretrained(model, progress=self._progress, **config)
         self.engine.warm_up()
         self._num_requests = 0
 

@@ -46,12 +46,13 @@ EXCEPTIONS = {("paged_jax/cli.py", "serve")}
 # and never in a circle. A new module gets its place here.
 FLOORS = (
     {"errors", "config", "outputs", "cache", "progress", "flags", "jobs", "compile_log"},
-    {"kv_cache", "host_blocks", "sharding", "layers", "attention", "rope", "compile_cache"},
+    {"kv_cache", "host_blocks", "sharding", "layers", "attention", "rope", "compile_cache"}
+    | {"params"},
     {"models", "penalties", "sampling", "checkpoint", "hub", "generation_config"}
     | {"tokenizer", "chat_template", "detokenizer", "stop_strings", "token_text"}
     | {"prompts", "response", "beam_search"},
     {"model_runner", "plan"},
-    {"engine"},
+    {"engine", "testing"},
     {"async_engine", "llm"},
     {"machine", "doctor", "generate", "bench", "cli", "__init__", "__main__"},
 )

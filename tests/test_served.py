@@ -111,14 +111,14 @@ class OneLayer(nnx.Module):
     """An NNX decoder with state that is no parameter."""
 
     def __init__(self, *, dtype=jnp.float32):
-        rngs = nnx.Rngs(0)
+        rngs, self.dtype = nnx.Rngs(0), dtype
         self.embed = Embedding(50, 16, dtype=dtype, rngs=rngs)
         self.qkv = Linear(16, 32, bias=True, dtype=dtype, rngs=rngs)
         self.scale = nnx.Variable(jnp.full((1, 1), 2.0, dtype))
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
     def __call__(self, token_ids, positions, attend):
-        x = self.embed(token_ids) * self.scale[...]
+        x = self.embed(token_ids) * self.scale[...] + 0.01 * positions[:, None].astype(self.dtype)
         parts = self.qkv(self.dropout(x)).reshape(len(token_ids), 4, 8)
         return x + attend(parts[:, :2], parts[:, 2:3], parts[:, 3:], layer=0).reshape(x.shape)
 

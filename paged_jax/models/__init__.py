@@ -1,14 +1,20 @@
 """Models behind one contract, and how they are loaded."""
 
+from paged_jax.models.attention_fn import AttentionFn, from_attention_fn
 from paged_jax.models.loading import load_model
 from paged_jax.models.registry import FAMILIES, Family, find_family
-from paged_jax.models.served import ServedModel, from_linen, from_nnx
+from paged_jax.models.served import Apply, Logits, ServedModel, from_function, from_linen, from_nnx
 
 __all__ = [
     "FAMILIES",
+    "Apply",
+    "AttentionFn",
     "Family",
+    "Logits",
     "ServedModel",
     "find_family",
+    "from_attention_fn",
+    "from_function",
     "from_linen",
     "from_nnx",
     "load_model",

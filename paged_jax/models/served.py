@@ -11,7 +11,15 @@ from jaxtyping import Array, Float, Int
 from paged_jax.attention import Attend, dense
 from paged_jax.errors import ModelLoadError
 
-__all__ = ["ServedModel", "from_linen", "from_nnx", "serve_split"]
+__all__ = [
+    "Apply",
+    "Logits",
+    "ServedModel",
+    "from_function",
+    "from_linen",
+    "from_nnx",
+    "serve_split",
+]
 
 Params = Any  # a pytree of arrays
 Apply = Callable[[Params, Int[Array, " T"], Int[Array, " T"], Attend], Float[Array, "T E"]]
@@ -30,8 +38,37 @@ class ServedModel(NamedTuple):
     num_layers: int | None = None  # only scanned models say it: see discover_layers
 
 
+def from_function(
+    apply: Apply,
+    params: Params,
+    *,
+    logits: Logits | None = None,
+    max_position: int | None = None,
+    num_layers: int | None = None,
+    uses_positions: bool = True,
+) -> ServedModel:
+    """Serve `apply(params, token_ids[T], positions[T], attend)`, a pure function.
+
+    It gives hidden states [T,E], of which `logits(params, hidden[R,E])` makes scores [R,V]; without
+    `logits` it gives the scores [T,V] themselves. `num_layers` is for models that scan over their
+    layers. Raises ModelLoadError, saying how to mend it, for a function of another form.
+    """
+
+    def own_logits(params, hidden):
+        return hidden if logits is None else logits(params, hidden)
+
+    def float_logits(params, hidden):
+        return own_logits(params, hidden).astype(jnp.float32)
+
+    return _measured(apply, float_logits, params, max_position, num_layers, uses_positions)
+
+
 def from_nnx(
-    module: nnx.Module, *, max_position: int | None = None, num_layers: int | None = None
+    module: nnx.Module,
+    *,
+    max_position: int | None = None,
+    num_layers: int | None = None,
+    uses_positions: bool = True,
 ) -> ServedModel:
     """Serve a Flax NNX module with `__call__(token_ids, positions, attend)` and `logits(hidden)`.
 
@@ -42,7 +79,8 @@ def from_nnx(
     served.eval()
     graphdef, params, rest = nnx.split(served, nnx.Param, ...)
     apply, logits = serve_split(graphdef, rest)
-    return _measured(apply, logits, nnx.to_pure_dict(params), max_position, num_layers)
+    pure = nnx.to_pure_dict(params)
+    return _measured(apply, logits, pure, max_position, num_layers, uses_positions)
 
 
 def from_linen(
@@ -51,6 +89,7 @@ def from_linen(
     *,
     max_position: int | None = None,
     num_layers: int | None = None,
+    uses_positions: bool = True,
 ) -> ServedModel:
     """Serve a Flax Linen module with `__call__(token_ids, positions, attend)` and `logits(hidden)`.
 
@@ -63,7 +102,7 @@ def from_linen(
     def logits(params, hidden):
         return module.apply({"params": params}, hidden, method="logits").astype(jnp.float32)
 
-    return _measured(apply, logits, params, max_position, num_layers)
+    return _measured(apply, logits, params, max_position, num_layers, uses_positions)
 
 
 def serve_split(graphdef: nnx.GraphDef, rest: nnx.State) -> tuple[Apply, Logits]:
@@ -84,15 +123,40 @@ def _measured(
     params: Params,
     max_position: int | None,
     num_layers: int | None,
+    uses_positions: bool,
 ) -> ServedModel:
     """Find the sizes by running the functions on shapes."""
     tokens = jax.ShapeDtypeStruct((8,), jnp.int32)
-    hidden = jax.eval_shape(lambda p, t: apply(p, t, t, dense(jnp.zeros_like(t))), params, tokens)
-    if hidden.ndim != 2 or hidden.shape[0] != 8:
-        raise ModelLoadError(f"the model must map token_ids [8] to hidden [8, E]: {hidden.shape}")
+
+    def run(params, token_ids, positions):
+        return apply(params, token_ids, positions, dense(jnp.zeros_like(token_ids)))
+
+    traced, hidden = jax.make_jaxpr(run, return_shape=True)(params, tokens, tokens)
+    if getattr(hidden, "ndim", None) != 2 or hidden.shape[0] != 8:
+        raise ModelLoadError(
+            f"the model must map token_ids [8] to hidden [8, E]: {_shapes(hidden)}"
+        )
     rows = jax.eval_shape(logits, params, hidden)
     if rows.ndim != 2 or rows.shape[0] != 8:
         raise ModelLoadError(f"logits must map hidden {hidden.shape} to [8, V]: {rows.shape}")
+    if uses_positions and not _reads_last_input(traced.jaxpr):
+        raise ModelLoadError(
+            "the model never reads `positions`: the tokens of a step belong to several sequences "
+            "and stand anywhere in them, so positions counted by the model itself (jnp.arange) "
+            "are wrong. Use the argument, or say uses_positions=False if it needs none"
+        )
     return ServedModel(
         apply, logits, params, rows.shape[1], hidden.shape[1], max_position, num_layers
+    )
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: getattr(leaf, "shape", leaf), tree)
+
+
+def _reads_last_input(jaxpr: Any) -> bool:
+    """Whether any equation, or the result, takes the last argument of a traced function."""
+    variable = jaxpr.invars[-1]
+    return any(variable is read for eqn in jaxpr.eqns for read in eqn.invars) or any(
+        variable is out for out in jaxpr.outvars
     )
