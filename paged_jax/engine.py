@@ -249,14 +249,14 @@ class Engine:
         use_compile_cache(config.compilation_cache_dir)
         device = choose_device(config.device)
         with jax.default_device(device):
-            model = load_model(
+            served = load_model(
                 files.directory, dtype=choose_dtype(config, device), progress=progress
             )
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files.directory)
         generation = read_generation_config(files.directory)
         eos = generation.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset())
         return cls(
-            model,
+            served,
             config,
             name=files.name,
             tokenizer=tokenizer,

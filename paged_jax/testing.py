@@ -91,11 +91,11 @@ def _served(model: Any, params: Any, num_layers: int | None, uses_positions: boo
 
 
 class _Span(NamedTuple):
-    """`count` tokens of a sequence from position `start` on."""
+    """`num_tokens` tokens of a sequence from position `start` on."""
 
     sequence: int
     start: int
-    count: int
+    num_tokens: int
 
 
 Plan = list[tuple[_Span, ...]]  # the spans that run together, step by step
@@ -180,10 +180,10 @@ class _Pager:
             attn, positions, places = self._lay_out(spans)
             token_ids = np.zeros(self._num_tokens, np.int32)
             for span, at in zip(spans, places, strict=True):
-                token_ids[at] = prompts[span.sequence, span.start : span.start + span.count]
+                token_ids[at] = prompts[span.sequence, span.start : span.start + span.num_tokens]
             pools, scores = self._run(self._model.params, pools, attn, token_ids, positions)
             for span, at in zip(spans, places, strict=True):
-                out[span.sequence][span.start : span.start + span.count] = scores[at]
+                out[span.sequence][span.start : span.start + span.num_tokens] = scores[at]
         return out
 
     def _empty_pool(self, group: BlockGroup):
@@ -195,7 +195,7 @@ class _Pager:
     def _lay_out(self, spans: tuple[_Span, ...]):
         """Metadata of a step, the positions of its tokens, and where each span's tokens are."""
         num_rows, num_groups = 2 * NUM_SEQUENCES, len(self._groups)
-        ones = [span for span in spans if span.count == 1]
+        ones = [span for span in spans if span.num_tokens == 1]
         block_tables = np.zeros((num_groups, num_rows, self._table_width), np.int32)
         slot_mapping = np.zeros((num_groups, self._num_tokens), np.int32)
         seq_lens = np.zeros(num_rows, np.int32)
@@ -205,20 +205,20 @@ class _Pager:
         places: list[np.ndarray] = []
         row_of = {span: i for i, span in enumerate(ones)}
         row_of |= {
-            span: NUM_SEQUENCES + i for i, span in enumerate(s for s in spans if s.count > 1)
+            span: NUM_SEQUENCES + i for i, span in enumerate(s for s in spans if s.num_tokens > 1)
         }
         end = NUM_SEQUENCES
         for span in spans:
             row = row_of[span]
-            first = row if span.count == 1 else end
-            at = np.arange(first, first + span.count)
-            if span.count > 1:
-                end += span.count
+            first = row if span.num_tokens == 1 else end
+            at = np.arange(first, first + span.num_tokens)
+            if span.num_tokens > 1:
+                end += span.num_tokens
                 query_start_loc[row + 1 :] = end
-            positions[at] = np.arange(span.start, span.start + span.count)
+            positions[at] = np.arange(span.start, span.start + span.num_tokens)
             table = 1 + span.sequence + NUM_SEQUENCES * np.arange(self._table_width)
             block_tables[:, row] = table
-            seq_lens[row] = span.start + span.count
+            seq_lens[row] = span.start + span.num_tokens
             slot_mapping[:, at] = (
                 table[positions[at] // BLOCK_SIZE] * BLOCK_SIZE + positions[at] % BLOCK_SIZE
             )
@@ -228,8 +228,8 @@ class _Pager:
             block_tables,
             seq_lens,
             query_start_loc,
-            np.int32(len(ones)),
-            np.int32(len(spans)),
+            np.asarray(len(ones), np.int32),
+            np.asarray(len(spans), np.int32),
         )
         return attn, positions, places
 
