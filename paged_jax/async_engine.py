@@ -34,6 +34,7 @@ Command = Callable[[Engine], None]
 Event = Request | SequenceUpdate | Exception  # the request itself when the engine has taken it
 Events = asyncio.Queue[Event]
 
+JOIN_S = 10.0  # a step that hangs must not keep the process from ending
 LONG_TEXT = 4096  # characters; tokenizing more than this would hold up the other streams
 
 
@@ -104,7 +105,7 @@ class AsyncEngine:
             events.put_nowait(EngineDeadError("the engine is shutting down"))
         self._inbox.put(None)
         if self._thread is not None and self._engine is not None:
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, JOIN_S)
         self.state = "dead"
 
     async def _until_streams_end(self) -> None:
@@ -151,7 +152,8 @@ class AsyncEngine:
                 if command is None:
                     return
                 command(engine)
-            updates = engine.step()
+            with engine.step_clock.running():
+                updates = engine.step()
             if updates:
                 self._loop.call_soon_threadsafe(self._deliver, updates)
 
@@ -337,6 +339,11 @@ class AsyncEngine:
     @property
     def generation_defaults(self) -> Mapping[str, Any]:
         return {} if self._engine is None else self._engine.generation_defaults
+
+    @property
+    def step_age_s(self) -> float:
+        """Seconds since the running step began, compiling not counted. Any thread."""
+        return 0.0 if self._engine is None else self._engine.step_clock.age_s
 
     def stats(self) -> EngineStats:
         """Figures as of the last step; zeros while loading. Any thread."""

@@ -6,7 +6,8 @@ Each command imports what it needs when it runs: `--help` and `--version` load n
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from paged_jax import __version__
@@ -17,6 +18,8 @@ from paged_jax.flags import add_flags, chosen
 __all__ = ["main"]
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+API_KEY_VARIABLE = "PAGED_JAX_API_KEY"
 
 # A server that compiles while clients wait looks as if it hung: it is not ready before it has.
 SERVE_DEFAULTS = {"warmup": "full"}
@@ -103,6 +106,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--host", default="127.0.0.1", help="address to listen at (default: %(default)s)"
     )
     group.add_argument("--port", default=8000, type=int, metavar="N", help="(default: %(default)s)")
+    group.add_argument("--api-key-file", metavar="PATH", help="file with an API key on each line")
     add_flags(parser, ServeOptions, group="Server")
     add_flags(parser, EngineConfig, leave_out={"model"}, defaults=SERVE_DEFAULTS)
 
@@ -110,12 +114,32 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 def _serve(arguments: argparse.Namespace) -> int:
     from serve import ServeOptions, run_server
 
+    given = chosen(arguments, ServeOptions)
+    keys = (*given.pop("api_key", ()), *_api_keys(arguments.api_key_file, os.environ))
     try:
-        options = ServeOptions(**chosen(arguments, ServeOptions))
+        options = ServeOptions(**given, api_key=keys)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     config = EngineConfig(**(SERVE_DEFAULTS | chosen(arguments, EngineConfig)))
     return run_server(config, options, host=arguments.host, port=arguments.port)
+
+
+def _api_keys(path: str | None, environ: Mapping[str, str]) -> list[str]:
+    """The keys that stand in a file or in the environment, where no list of processes shows them.
+
+    Raises ConfigError for a file that cannot be read or holds none: it would let everybody in.
+    """
+    keys = [environ[API_KEY_VARIABLE]] if environ.get(API_KEY_VARIABLE) else []
+    if path is None:
+        return keys
+    try:
+        lines = Path(path).read_text().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file: {path} cannot be read: {error}") from error
+    in_file = [line.strip() for line in lines if line.strip()]
+    if not in_file:
+        raise ConfigError(f"--api-key-file: {path} holds no key")
+    return keys + in_file
 
 
 def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:

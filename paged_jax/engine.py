@@ -40,6 +40,7 @@ from paged_jax.plan import choose_dtype, make_plan, size_runner
 from paged_jax.progress import ConsoleProgress, Progress
 from paged_jax.sampling import Logprobs
 from paged_jax.sharding import choose_device
+from paged_jax.step_clock import StepClock
 from paged_jax.tokenizer import Tokenizer, load_tokenizer
 from scheduler import (
     ORDER_POLICIES,
@@ -197,6 +198,7 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.generation_defaults = dict(generation_defaults or {})
         self._progress = progress or ConsoleProgress()
+        self.step_clock = StepClock()
         self._compile_counter = CompileCounter()
         self._num_late_compiles = 0
         self._warm = False
@@ -586,7 +588,8 @@ class Engine:
                 self._num_late_compiles += 1
                 logger.warning("compiling after warm-up: %s", program)
             self._progress.say(f"compiling: {program}")
-            self.runner.compile(program)
+            with self.step_clock.compiling():
+                self.runner.compile(program)
 
     # -- figures ----------------------------------------------------------------------------
 

@@ -7,13 +7,18 @@ from collections.abc import AsyncIterator
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 
+from serve.api_keys import ApiKeys
 from serve.endpoints import routes
 from serve.engine import Engine
 from serve.errors import EXCEPTION_HANDLERS
+from serve.fields import IGNORED_HEADER
 from serve.front import Front
+from serve.load_report import LoadReports
 from serve.options import DEFAULTS, ServeOptions
-from serve.request_id import RequestIds
+from serve.request_id import HEADER, RequestIds
+from serve.root_path import RootPath
 
 
 def create_app(
@@ -45,7 +50,29 @@ def app_of(front: Front, *, owns_engine: bool) -> Starlette:
 
     return Starlette(
         routes=routes(front),
-        middleware=[Middleware(RequestIds)],
+        middleware=_middleware(front),
         exception_handlers=EXCEPTION_HANDLERS,
         lifespan=lifespan,
     )
+
+
+def _middleware(front: Front) -> list[Middleware]:
+    """The outermost first. None of it is a BaseHTTPMiddleware: that kind hides disconnects."""
+    options = front.options
+    stack = [Middleware(RequestIds)]
+    if options.root_path:
+        stack.append(Middleware(RootPath, root_path=options.root_path))
+    if options.cors_origin:  # before the keys: a browser asks for leave without one
+        stack.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=options.cors_origin,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=(HEADER, IGNORED_HEADER, "retry-after"),
+            )
+        )
+    if options.api_key:
+        stack.append(Middleware(ApiKeys, keys=options.api_key))
+    stack.append(Middleware(LoadReports, engine=front.engine))
+    return stack

@@ -11,6 +11,7 @@ from paged_jax import RequestError, SamplingParams, __version__
 from serve import answer
 from serve.beams import beam_outputs
 from serve.caller import caller_of
+from serve.deadline import deadline_of
 from serve.engine import OutputStream
 from serve.envelope import Envelope
 from serve.fields import COMPLETION_SAMPLING, SAMPLING, Fields
@@ -20,7 +21,7 @@ from serve.generation import Generation
 from serve.prompts import Prompt, chat_prompt, completion_prompts, prompt_text
 from serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
 from serve.reply import Reply
-from serve.request_id import HEADER, check_request_id
+from serve.request_id import rename_request
 from serve.sampling import beam_search_params, sampling_params
 
 COMPLETION_MAX_TOKENS = 16
@@ -74,6 +75,7 @@ def _reply(
     caller = caller_of(request, body, front.options)
     generation = Generation(
         functools.partial(submit, **dataclasses.asdict(caller)),
+        front.gate,
         front.metrics,
         prompts,
         params,
@@ -97,6 +99,7 @@ def _reply(
         front.gate,
         stream=body.stream,
         max_unsent_bytes=front.options.max_unsent_bytes,
+        deadline=deadline_of(request, body, front.options, arrived),
         headers=fields.headers(),
     )
 
@@ -104,9 +107,7 @@ def _reply(
 def _request_id(request: Request, body: GenerationRequest) -> str:
     """The header's id before the body's before one made here; echoed by the middleware."""
     if body.request_id is not None:
-        checked = check_request_id(body.request_id, "request_id")
-        if HEADER not in request.headers:
-            request.state.request_id = checked
+        return rename_request(request, body.request_id)
     return request.state.request_id
 
 

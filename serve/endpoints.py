@@ -21,24 +21,28 @@ Endpoint = Callable[[Front, Request], Awaitable[ASGIApp]]
 def routes(front: Front) -> list[BaseRoute]:
     """Every endpoint of the server. Those behind the gate answer 503 until the engine is ready."""
 
-    def route(path: str, endpoint: Endpoint, *methods: str, gated: bool) -> Route:
+    def route(
+        path: str, endpoint: Endpoint, *methods: str, gated: bool, queues: bool = False
+    ) -> Route:
+        keeper = Middleware(GateKeeper, gate=front.gate, queues=queues)
         return Route(
             path,
             functools.partial(endpoint, front),
             methods=methods,
             name=endpoint.__name__,
-            middleware=[Middleware(GateKeeper, gate=front.gate)] if gated else None,
+            middleware=[keeper] if gated else None,
         )
 
     return [
-        route("/v1/completions", create_completion, "POST", gated=True),
-        route("/v1/chat/completions", create_chat_completion, "POST", gated=True),
+        route("/v1/completions", create_completion, "POST", gated=True, queues=True),
+        route("/v1/chat/completions", create_chat_completion, "POST", gated=True, queues=True),
         route("/v1/models", list_models, "GET", gated=True),
         route("/v1/models/{model:path}", get_model, "GET", gated=True),
         route("/tokenize", tokenize, "POST", gated=True),
         route("/detokenize", detokenize, "POST", gated=True),
         route("/health", health, "GET", gated=False),
         route("/ping", ping, "GET", "POST", gated=False),
+        route("/live", ping, "GET", gated=False),
         route("/version", version, "GET", gated=False),
         route("/metrics", metrics, "GET", gated=False),
     ]

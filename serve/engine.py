@@ -51,6 +51,10 @@ class Stats(Protocol):
     @property
     def num_waiting(self) -> int: ...
     @property
+    def max_num_seqs(self) -> int:
+        """Sequences that may run at the same time."""
+
+    @property
     def num_blocks(self) -> int: ...
     @property
     def block_size(self) -> int: ...
@@ -121,6 +125,10 @@ class Engine(Protocol):
 
     @property
     def state(self) -> EngineState: ...
+    @property
+    def step_age_s(self) -> float:
+        """Seconds since the running step began, compiling not counted; 0 when none runs."""
+
     @property
     def model_name(self) -> str: ...
     @property

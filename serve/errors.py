@@ -21,8 +21,20 @@ class BodyTooLargeError(RequestError):
     """The request's body is longer than the server takes."""
 
 
+class InvalidKeyError(Exception):
+    """The request bears none of the operator's API keys."""
+
+
+class QueueFullError(Exception):
+    """More requests wait than the operator allows."""
+
+
+class DeadlineError(Exception):
+    """The request took longer than it was given."""
+
+
 class NotReadyError(Exception):
-    """No new work now: the engine loads, compiles or drains."""
+    """No new work now: the engine loads, compiles, hangs or drains."""
 
 
 class DrainTimeoutError(Exception):
@@ -38,7 +50,7 @@ class GenerationError(Exception):
 
 
 # What ends a request although the engine is well.
-ABORTS = (ClientDisconnect, DrainTimeoutError, SlowReaderError)
+ABORTS = (ClientDisconnect, DeadlineError, DrainTimeoutError, SlowReaderError)
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,7 @@ INVALID = "invalid_request_error"
 UNAVAILABLE = "service_unavailable"
 SERVER = "server_error"
 SOON = {"retry-after": "5"}
+SHORTLY = {"retry-after": "1"}
 NEVER = {"x-should-retry": "false"}  # else the openai client tries every 5xx again
 
 # Looked up along the exception's class and its bases, so `Exception` answers for the rest.
@@ -63,6 +76,9 @@ TABLE: dict[type[Exception], Row] = {
     RequestError: Row(400, INVALID),
     UnknownModelError: Row(404, INVALID),
     BodyTooLargeError: Row(413, INVALID),
+    InvalidKeyError: Row(401, INVALID, "invalid_api_key", headers={"www-authenticate": "Bearer"}),
+    QueueFullError: Row(429, "rate_limit_error", "rate_limit_exceeded", headers=SHORTLY),
+    DeadlineError: Row(504, "timeout", "deadline_exceeded", headers=NEVER),
     ClientDisconnect: Row(499, INVALID, "client_disconnected", "The client went away."),
     SlowReaderError: Row(499, INVALID, "slow_reader"),
     NotReadyError: Row(503, UNAVAILABLE, "not_ready", headers=SOON),

@@ -37,7 +37,7 @@ class Front:
 
     @classmethod
     def of(cls, engine: Engine, options: ServeOptions, created: int) -> "Front":
-        gate = Gate(engine)
+        gate = Gate(engine, options)
         metrics = Metrics(engine, gate, options.metrics_prefix)
         return cls(engine, gate, metrics, options, created, itertools.count())
 

@@ -4,25 +4,31 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paged_jax import EngineDeadError, PagedJaxError
 from serve.engine import Engine, EngineState
-from serve.errors import DrainTimeoutError, NotReadyError
+from serve.errors import DrainTimeoutError, NotReadyError, QueueFullError
+from serve.options import DEFAULTS, ServeOptions
+
+State = EngineState | Literal["hung"]
 
 logger = logging.getLogger(__name__)
 
 
 class Gate:
-    """Counts the requests inside, and closes for good when the server is told to end.
+    """Counts the requests inside, bounds those that wait, and closes for good at the end.
 
     Lives on the event loop; nothing in it may be called from another thread.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, options: ServeOptions = DEFAULTS):
         self._engine = engine
+        self._options = options
         self._closed = False
+        self._num_samples = 0
         self._num_inside = 0
         self._empty = asyncio.Event()
         self._empty.set()
@@ -30,12 +36,13 @@ class Gate:
         self.failure: Exception | None = None  # why the engine could not start
 
     @property
-    def state(self) -> EngineState:
-        if self.failure is not None:
+    def state(self) -> State:
+        """What the engine says, unless it cannot say it: it failed to start, or hangs in a step."""
+        if self.failure is not None or self._engine.state == "dead":
             return "dead"
-        if self._closed and self._engine.state != "dead":
-            return "draining"
-        return self._engine.state
+        if self._engine.step_age_s > self._options.step_timeout_s:
+            return "hung"
+        return "draining" if self._closed else self._engine.state
 
     async def start_engine(self) -> None:
         """Start the engine; a failure is logged and kept, for `state` to tell."""
@@ -68,6 +75,29 @@ class Gate:
             if not self._num_inside:
                 self._empty.set()
 
+    def check_room(self) -> None:
+        """QueueFullError if so many samples are inside that no further one may wait."""
+        room = self._engine.stats().max_num_seqs + self._options.max_queued
+        if self._num_samples >= room:
+            raise QueueFullError(
+                f"The queue is full: {self._num_samples} samples run or wait, and at most "
+                f"{self._options.max_queued} may wait here. Try again later."
+            )
+
+    @contextlib.contextmanager
+    def queue(self, num_samples: int) -> Iterator[None]:
+        """Take the places of a request's samples. Raises QueueFullError where none is left.
+
+        The last request to come in may bring more samples than there are places, or a large one
+        would never be served.
+        """
+        self.check_room()
+        self._num_samples += num_samples
+        try:
+            yield
+        finally:
+            self._num_samples -= num_samples
+
     @contextlib.contextmanager
     def told_of_timeout(self, tell: Callable[[Exception], None]) -> Iterator[None]:
         """Have `tell` called with a DrainTimeoutError should the drain run out of time."""
@@ -93,12 +123,18 @@ class Gate:
 
 
 class GateKeeper:
-    """Pure ASGI middleware of the routes that need a ready engine."""
+    """Pure ASGI middleware of the routes that need a ready engine.
 
-    def __init__(self, app: ASGIApp, gate: Gate):
+    queues: turn requests away while the queue is full, before anything of them is read.
+    """
+
+    def __init__(self, app: ASGIApp, gate: Gate, *, queues: bool):
         self.app = app
         self.gate = gate
+        self.queues = queues
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self.gate.visit():
+            if self.queues:
+                self.gate.check_room()
             await self.app(scope, receive, send)

@@ -9,6 +9,7 @@ from typing import Protocol
 from paged_jax import RequestError, SamplingParams
 from serve.engine import Output, OutputStream
 from serve.errors import ABORTS, GenerationError
+from serve.gate import Gate
 from serve.metrics import Metrics
 from serve.prompts import Prompt
 
@@ -30,6 +31,7 @@ class Generation:
     """
 
     submit: Submit
+    gate: Gate
     metrics: Metrics
     prompts: Sequence[Prompt]
     params: SamplingParams
@@ -40,9 +42,10 @@ class Generation:
         """Hand each output to `take`, with the index of its prompt, as soon as it is there.
 
         The first error, of the engine or of `take`, ends all of it and is raised. Cancelling
-        aborts what runs.
+        aborts what runs. QueueFullError comes before anything is submitted.
         """
-        await _all_or_none([self._run_one(i, take) for i in range(len(self.prompts))])
+        with self.gate.queue(len(self.prompts) * self.params.num_samples):
+            await _all_or_none([self._run_one(i, take) for i in range(len(self.prompts))])
 
     async def _run_one(self, i: int, take: Take) -> None:
         token_ids = self.prompts[i].token_ids

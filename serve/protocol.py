@@ -11,6 +11,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 NumTokens = Annotated[int, Meta(ge=0, lt=2**31)]
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
+MAX_TIMEOUT_S = 1_000_000
+TimeoutS = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
 User = Annotated[str, Meta(max_length=256)]
 
 
@@ -35,6 +37,7 @@ class GenerationRequest(Struct, kw_only=True, frozen=True):
     priority: Priority = 0
     cache_salt: CacheSalt | None = None
     user: User | None = None
+    timeout_s: TimeoutS | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):

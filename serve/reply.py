@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from serve import sse
+from serve.deadline import Deadline, told_of
 from serve.errors import TABLE, GenerationError, error_json, row_of
 from serve.gate import Gate
 from serve.sse import Outbox
@@ -24,8 +25,8 @@ class Reply:
 
     Nothing is submitted to the engine before this object is called, and when the call returns the
     work has ended: it is cancelled when the client disconnects, reads too slowly, or is still
-    there when the drain runs out of time. What goes wrong before the first byte is raised, so that
-    it gets its own status; later it becomes the last event.
+    there when its own time or that of the drain is over. What goes wrong before the first byte is
+    raised, so that it gets its own status; later it becomes the last event.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class Reply:
         *,
         stream: bool,
         max_unsent_bytes: int,
+        deadline: Deadline | None,
         headers: Mapping[str, str],
     ):
         self._work = work
         self._gate = gate
         self._stream = stream
         self._max_unsent_bytes = max_unsent_bytes
+        self._deadline = deadline
         self._headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,7 +53,7 @@ class Reply:
             asyncio.create_task(_fail_on_disconnect(outbox, receive)),
         ]
         try:
-            with self._gate.told_of_timeout(outbox.fail):
+            with self._gate.told_of_timeout(outbox.fail), told_of(self._deadline, outbox.fail):
                 if self._stream:
                     await self._send_events(outbox, send)
                 else:

@@ -2,12 +2,16 @@
 
 import re
 import uuid
+from collections.abc import MutableMapping
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paged_jax import RequestError
 from serve.errors import error_response
+from serve.logs import current_request_id
 
 HEADER = "x-request-id"
 MAX_LEN = 128
@@ -29,7 +33,7 @@ def check_request_id(request_id: str, param: str) -> str:
 class RequestIds:
     """Pure ASGI middleware: keeps the id in `scope["state"]` and echoes it.
 
-    An endpoint that finds an id in the request's body puts it into the state, too.
+    An endpoint that finds an id in the request's body calls `rename_request`.
     """
 
     def __init__(self, app: ASGIApp):
@@ -40,7 +44,7 @@ class RequestIds:
             await self.app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        state["request_id"] = uuid.uuid4().hex
+        _name(state, uuid.uuid4().hex)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -50,8 +54,21 @@ class RequestIds:
         given = Headers(scope=scope).get(HEADER)
         try:
             if given is not None:
-                state["request_id"] = check_request_id(given, HEADER)
+                _name(state, check_request_id(given, HEADER))
         except RequestError as error:
             await error_response(error)(scope, receive, send_with_id)
         else:
             await self.app(scope, receive, send_with_id)
+
+
+def rename_request(request: Request, request_id: str) -> str:
+    """Name the request after its body, unless its header named it; returns its name."""
+    checked = check_request_id(request_id, "request_id")
+    if HEADER not in request.headers:
+        _name(request.scope["state"], checked)
+    return request.state.request_id
+
+
+def _name(state: MutableMapping[str, Any], request_id: str) -> None:
+    state["request_id"] = request_id
+    current_request_id.set(request_id)

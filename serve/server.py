@@ -14,6 +14,7 @@ from serve.app import app_of
 from serve.engine import Engine
 from serve.front import Front
 from serve.gate import Gate
+from serve.logs import set_up_logs
 from serve.options import DEFAULTS, ServeOptions
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def run_server(
     The port is bound at once and /health tells how far the engine is. A first signal closes the
     door and lets running requests finish for `options.drain_timeout_s`; a second one cuts them off.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    set_up_logs(options.log_format)
     try:
         listener = _listen(host, port)
     except OSError as error:

@@ -17,9 +17,9 @@ async def health(front: Front, request: Request) -> Response:
 
 
 async def ping(front: Front, request: Request) -> Response:
-    """Liveness: 503 only when the engine is dead, for compiling may take minutes."""
+    """Liveness: 503 only when the engine is dead or hangs, for compiling may take minutes."""
     state = front.gate.state
-    return json_response({"state": state}, 503 if state == "dead" else 200)
+    return json_response({"state": state}, 503 if state in ("dead", "hung") else 200)
 
 
 async def version(front: Front, request: Request) -> Response:

@@ -47,6 +47,7 @@ class FakeTokenizer:
 class FakeStats:
     num_running: int
     num_waiting: int = 0
+    max_num_seqs: int = 64
     num_blocks: int = 65
     block_size: int = 16
     kv_cache_usage: float = 0.0
@@ -100,6 +101,8 @@ class FakeEngine:
     model_name: str = "fake/model"
     max_model_len: int = MAX_MODEL_LEN
     vocab_size: int = VOCAB_SIZE
+    step_age_s: float = 0.0
+    max_num_seqs: int = 64
 
     def __post_init__(self):
         self.state = "loading"
@@ -271,6 +274,7 @@ class FakeEngine:
     def stats(self) -> FakeStats:
         return FakeStats(
             num_running=len(self.running),
+            max_num_seqs=self.max_num_seqs,
             kv_cache_usage=len(self.running) / 64,
             num_steps=self.num_tokens,
             scheduled_tokens=self.num_tokens,
@@ -297,6 +301,7 @@ def main() -> int:
     parser.add_argument("--dies-after", type=int)
     parser.add_argument("--exit-when-dead", action="store_true")
     parser.add_argument("--drain-timeout-s", type=float, default=10.0)
+    parser.add_argument("--log-format", default="text")
     given = parser.parse_args()
     engine = FakeEngine(
         delay_s=given.delay_s,
@@ -305,7 +310,9 @@ def main() -> int:
         dies_after=given.dies_after,
     )
     options = ServeOptions(
-        drain_timeout_s=given.drain_timeout_s, exit_when_dead=given.exit_when_dead
+        drain_timeout_s=given.drain_timeout_s,
+        exit_when_dead=given.exit_when_dead,
+        log_format=given.log_format,
     )
     return run_server(engine, options, port=given.port)
 

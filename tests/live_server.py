@@ -3,7 +3,10 @@
 import contextlib
 import http.client
 import json
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +22,7 @@ from paged_jax.progress import SilentProgress
 from serve import ServeOptions, create_app
 
 PATIENCE_S = 30.0
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def wait_until(condition: Callable[[], object], within_s: float = PATIENCE_S) -> float:
@@ -116,6 +120,26 @@ def live_server(
         listener.close()
         assert not thread.is_alive()
         assert not engine.stats().num_running, "a request outlived its server"
+
+
+@contextlib.contextmanager
+def server_process(
+    *flags: str, ready: bool = True
+) -> Iterator[tuple[LiveServer, subprocess.Popen]]:
+    """A process that serves a fake engine; the LiveServer has no engine of its own to look at."""
+    command = [sys.executable, "-m", "tests.fake_engine", "--port", "0", *flags]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stderr.readline()
+        assert "Listening on http://127.0.0.1:" in line
+        server = LiveServer(engine=None, port=int(re.search(r"1:(\d+)", line).group(1)))
+        if ready:
+            wait_until(lambda: server.request("GET", "/health")[0] == 200)
+        yield server, process
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stderr.close()
 
 
 @contextlib.contextmanager

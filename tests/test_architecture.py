@@ -45,7 +45,8 @@ EXCEPTIONS = {("paged_jax/cli.py", "serve")}
 # The order inside paged_jax, from the bottom up: a module imports from its own floor and below,
 # and never in a circle. A new module gets its place here.
 FLOORS = (
-    {"errors", "config", "outputs", "cache", "progress", "flags", "jobs", "compile_log"},
+    {"errors", "config", "outputs", "cache", "progress", "flags", "jobs", "compile_log"}
+    | {"step_clock"},
     {"kv_cache", "host_blocks", "sharding", "layers", "attention", "rope", "compile_cache"}
     | {"params"},
     {"models", "penalties", "sampling", "checkpoint", "hub", "generation_config"}

@@ -184,6 +184,26 @@ def test_serve_refuses_bad_values(flags, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_api_keys_come_from_flags_a_file_and_the_environment(monkeypatch, tmp_path, capsys):
+    calls = []
+    monkeypatch.setattr(serve, "run_server", lambda *args, **kw: calls.append(args) or 0)
+    monkeypatch.setenv("PAGED_JAX_API_KEY", "from-environment")
+    keys = tmp_path / "keys"
+    keys.write_text("one\n\n  two  \r\n")
+    flags = ["--api-key", "a", "--api-key", "b", "--api-key-file", str(keys)]
+    assert cli.main(["serve", "m", *flags]) == 0
+    options = calls[0][1]
+    assert options.api_key == ("a", "b", "from-environment", "one", "two")
+    assert "from-environment" not in repr(options)
+    keys.write_text("\n")
+    for path, said in ((keys, "holds no key"), (tmp_path / "none", "cannot be read")):
+        assert cli.main(["serve", "m", "--api-key-file", str(path)]) == 2
+        assert said in capsys.readouterr().err
+    assert cli.main(["serve", "m", "--api-key", "two words"]) == 2
+    assert "two words" not in capsys.readouterr().err
+    assert len(calls) == 1
+
+
 # -- generate -----------------------------------------------------------------------------------
 
 

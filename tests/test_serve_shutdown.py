@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,31 +15,11 @@ import pytest
 from serve.errors import DrainTimeoutError, NotReadyError
 from serve.gate import Gate
 from tests.fake_engine import FakeEngine, text_of
-from tests.live_server import LiveServer, events, live_server, wait_until
+from tests.live_server import LiveServer, events, live_server, server_process, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "hi", "max_tokens": 25, "stream": True}
-
-
-@contextlib.contextmanager
-def server_process(
-    *flags: str, ready: bool = True
-) -> Iterator[tuple[LiveServer, subprocess.Popen]]:
-    """A process that serves a fake engine; the LiveServer has no engine of its own to look at."""
-    command = [sys.executable, "-m", "tests.fake_engine", "--port", "0", *flags]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    try:
-        line = process.stderr.readline()
-        assert "Listening on http://127.0.0.1:" in line
-        server = LiveServer(engine=None, port=int(line.rpartition(":")[2]))
-        if ready:
-            wait_until(lambda: health(server)[0] == 200)
-        yield server, process
-    finally:
-        process.kill()
-        process.wait(10)
-        process.stderr.close()
 
 
 def health(server: LiveServer) -> tuple[int, str]:

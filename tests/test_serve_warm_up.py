@@ -15,6 +15,7 @@ from paged_jax import (
     SamplingParams,
 )
 from paged_jax.progress import SilentProgress
+from paged_jax.step_clock import StepClock
 from tests.live_server import live_server, tiny_server, wait_until
 from tests.tiny_models import write_tiny_llama
 
@@ -32,6 +33,7 @@ class CompilingEngine:
         self.compiling = threading.Event()
         self.compiled = threading.Event()
         self.closed = threading.Event()
+        self.step_clock = StepClock()
 
     def warm_up(self, wanted: Callable[[], bool]) -> None:
         self.compiling.set()
