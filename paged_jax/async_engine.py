@@ -16,8 +16,8 @@ from typing import Any, Literal, Self
 
 from paged_jax.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from paged_jax.config import EngineConfig
-from paged_jax.engine import Engine, EngineStats
-from paged_jax.errors import EngineDeadError, RequestError
+from paged_jax.engine import Drain, Engine, EngineStats, Version, Weights
+from paged_jax.errors import EngineDeadError, PagedJaxError, RequestError
 from paged_jax.outputs import RequestOutput
 from paged_jax.progress import Progress
 from paged_jax.prompts import Prompt, encode_prompt
@@ -278,6 +278,46 @@ class AsyncEngine:
         """The only output of a request for one token."""
         async with contextlib.aclosing(self.generate(token_ids, params, **options)) as outputs:
             return await anext(outputs)
+
+    # -- other weights ----------------------------------------------------------------------
+
+    async def update_params(
+        self, tree: Any, *, version: Version | None = None, drain: Drain = "abort"
+    ) -> Version:
+        """`Engine.update_params`. With `wait`, running requests go on streaming until they are
+        done, and those that come meanwhile wait for the new weights."""
+        return await self._call(
+            lambda engine: engine.update_params(tree, version=version, drain=drain),
+            finish_first=drain == "wait",
+        )
+
+    async def sleep(self, *, weights: Weights = "keep", drain: Drain = "abort") -> None:
+        """`Engine.sleep`."""
+        await self._call(
+            lambda engine: engine.sleep(weights=weights, drain=drain), finish_first=drain == "wait"
+        )
+
+    async def wake(self) -> None:
+        """`Engine.wake`."""
+        await self._call(lambda engine: engine.wake())
+
+    async def _call(self, work: Callable[[Engine], Any], *, finish_first: bool = False) -> Any:
+        """Do something on the engine's thread, between two steps, and give what it gives."""
+        self._ready_engine()
+        done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+        def run(engine: Engine) -> None:
+            try:
+                while finish_first and engine.has_unfinished:
+                    self._loop.call_soon_threadsafe(self._deliver, engine.step())
+                done.set_result(work(engine))
+            except Exception as error:
+                done.set_exception(error)
+                if not isinstance(error, PagedJaxError | RequestError):
+                    raise
+
+        self._inbox.put(run)
+        return await asyncio.wrap_future(done)
 
     async def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from flax import linen, nnx
 from paged_jax.compile_cache import use_compile_cache
 from paged_jax.compile_log import CompileCounter
 from paged_jax.config import EngineConfig, config_of
-from paged_jax.errors import ConfigError, RequestError
+from paged_jax.errors import ConfigError, ModelLoadError, RequestError
 from paged_jax.generation_config import read_generation_config
 from paged_jax.hub import resolve_model
 from paged_jax.model_runner import StepResult, StepSizes
@@ -35,9 +35,10 @@ from paged_jax.models import (
     load_model,
 )
 from paged_jax.outputs import TokenLogprob
-from paged_jax.params import cast_floats
+from paged_jax.params import cast_floats, own_copy
 from paged_jax.plan import choose_dtype, make_plan, size_runner
 from paged_jax.progress import ConsoleProgress, Progress
+from paged_jax.salts import resalted, salt_of
 from paged_jax.sampling import Logprobs
 from paged_jax.sharding import choose_device
 from paged_jax.step_clock import StepClock
@@ -65,6 +66,10 @@ __all__ = ["Engine", "EngineStats"]
 logger = logging.getLogger(__name__)
 
 NUM_RECORDS = 1024
+
+Version = int | str
+Drain = Literal["wait", "keep", "abort"]
+Weights = Literal["keep", "host", "drop"]
 IDLE_S = 0.001
 
 
@@ -142,6 +147,12 @@ class _Pending(NamedTuple):
     host_s: float
 
 
+class Asleep(NamedTuple):
+    """What a sleeping engine keeps elsewhere."""
+
+    params: Any  # in host memory, or None
+
+
 class Engine:
     """Continuous batching over one model. Not thread-safe: one thread calls everything but
     `check_request` and `stats`.
@@ -185,7 +196,7 @@ class Engine:
             use_compile_cache(config.compilation_cache_dir)
             model = from_function(
                 model,
-                cast_floats(params, config.dtype),
+                own_copy(cast_floats(params, config.dtype), choose_device(config.device)),
                 logits=logits,
                 num_layers=num_layers,
                 max_position=max_position,
@@ -221,6 +232,9 @@ class Engine:
         self._step_log = _open_step_log(config, scheduler_config)
         self.runner.allocate()
 
+        self.params_version: Version = 0
+        self._params_number = 0
+        self._asleep: Asleep | None = None
         self._heeds_priority = order is not None or config.scheduling_policy == "priority"
         self._lag = 1 if config.overlap else 0
         self._pending: deque[_Pending] = deque()
@@ -294,7 +308,11 @@ class Engine:
             uses_positions=uses_positions,
         )
         return cls(
-            model._replace(params=cast_floats(model.params, config.dtype)),
+            model._replace(
+                params=own_copy(
+                    cast_floats(model.params, config.dtype), choose_device(config.device)
+                )
+            ),
             config,
             tokenizer=tokenizer,
             eos_token_ids=eos_token_ids,
@@ -325,7 +343,7 @@ class Engine:
         use_compile_cache(config.compilation_cache_dir)
         model = from_linen(
             module,
-            cast_floats(params, config.dtype),
+            own_copy(cast_floats(params, config.dtype), choose_device(config.device)),
             num_layers=num_layers,
             max_position=max_position,
             uses_positions=uses_positions,
@@ -415,6 +433,8 @@ class Engine:
             prompt_token_ids, params, priority=priority, tenant=tenant, cache_salt=cache_salt
         )
         self._check_id_is_free(request_id)
+        if self._asleep is not None:
+            raise RequestError("the engine is asleep: wake() it first", code="asleep")
         self._num_requests += 1
         request = Request(
             request_id,
@@ -425,7 +445,7 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             priority=priority,
             tenant=tenant,
-            salt=cache_salt.encode(),
+            salt=self._salt_of(cache_salt),
         )
         if params.max_tokens == 0:
             self._finished_at_birth += [
@@ -438,6 +458,11 @@ class Engine:
                 self._step_log.add(request, self._now)
         self._num_prompt_tokens += len(prompt_token_ids)
         return request
+
+    def _salt_of(self, cache_salt: str) -> bytes:
+        """What keeps blocks apart that hold the same tokens: written by other weights, or for
+        others."""
+        return salt_of(self._params_number, cache_salt)
 
     def _check_id_is_free(self, request_id: str) -> None:
         ended = (update.sequence.request.request_id for update in self._finished_at_birth)
@@ -591,6 +616,93 @@ class Engine:
             with self.step_clock.compiling():
                 self.runner.compile(program)
 
+    # -- other weights ----------------------------------------------------------------------
+
+    def update_params(
+        self, tree: Any, *, version: Version | None = None, drain: Drain = "abort"
+    ) -> Version:
+        """Go on with other weights, in place: nothing is compiled, the old ones are freed.
+
+        `tree` has the structure and shapes of the parameters (nested dicts and lists of arrays, an
+        `nnx.State` or the `nnx.Module`, from any device and in any floating dtype); it is copied,
+        so that a trainer may go on donating its own. `version` is a label for `params_version`,
+        by default the number of updates. No block that other weights wrote is found again.
+
+        `drain` says what happens to requests that are not done: `abort` ends them with the tokens
+        they have and the reason `abort`, `wait` first finishes them on the old weights, `keep` lets
+        them go on with the new weights, which compute their cache anew. What they gained comes
+        with the next `step`.
+
+        Raises ModelLoadError with every path that differs, before anything happens.
+        """
+        _check_choice("drain", drain, get_args(Drain))
+        self.runner.check_params(tree)
+        self._drain(drain)
+        self.runner.replace_params(tree)
+        self._params_number += 1
+        self.params_version = self._params_number if version is None else version
+        salts = {
+            request_id: resalted(request.salt, self._params_number)
+            for request_id, request in self.scheduler.requests.items()
+        }
+        self.scheduler.resalt(salts)
+        if self._step_log is not None and salts:
+            self._step_log.resalt(salts)
+        if self._asleep is not None:
+            self._asleep = Asleep(None)
+        return self.params_version
+
+    def sleep(self, *, weights: Weights = "keep", drain: Drain = "abort") -> None:
+        """Give the device's memory back while it is needed for something else: the KV cache, and
+        with `host` or `drop` the weights too, which wait in host memory or are forgotten.
+
+        Until `wake` no request is taken. `drain` is that of `update_params`.
+        """
+        _check_choice("weights", weights, get_args(Weights))
+        _check_choice("drain", drain, get_args(Drain))
+        if self._asleep is not None:
+            return
+        self._drain(drain)
+        self._recompute_all()
+        self._asleep = Asleep(self.runner.params_on_host() if weights == "host" else None)
+        self.runner.release()
+        if weights != "keep":
+            self.runner.drop_params()
+
+    def wake(self) -> None:
+        """Take requests again, with an empty KV cache. Weights that were dropped must have come
+        back with `update_params`."""
+        if self._asleep is None:
+            return
+        if not self.runner.has_params:
+            if self._asleep.params is None:
+                raise ModelLoadError("the weights were dropped: update_params() before wake()")
+            self.runner.replace_params(self._asleep.params)
+        self.runner.allocate()
+        self._asleep = None
+
+    def _drain(self, drain: "Drain") -> None:
+        """Bring requests to where nothing of them is on the device."""
+        early: list[SequenceUpdate] = []
+        while drain == "wait" and self.has_unfinished:
+            early += self.step()
+        while self._pending:
+            early += self._update()
+        if drain == "abort":
+            for request in list(self.scheduler.requests.values()):
+                ended = self.scheduler.abort(request.request_id)
+                early += [SequenceUpdate(s, None, FinishReason.ABORT) for s in ended]
+                if self._step_log is not None:
+                    self._step_log.abort(request.request_id, None)
+        if self.scheduler.requests:
+            self._recompute_all()
+        self._finished_at_birth += early
+
+    def _recompute_all(self) -> None:
+        self.scheduler.recompute_all()
+        if self._step_log is not None:
+            self._step_log.recompute()
+
     # -- figures ----------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
@@ -643,6 +755,11 @@ class Engine:
         self._compile_counter.close()
         if self._step_log is not None:
             self._step_log.close()
+
+
+def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
 
 
 def _check_text(param: str, text: Any) -> None:

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from paged_jax.attention import PagedAttend
 from paged_jax.host_blocks import PARCEL_SIZES, HostBlocks, Parcel, split_into_parcels
 from paged_jax.models import ServedModel
+from paged_jax.params import leaves_like, place
 from paged_jax.penalties import TokenCounts, add_tokens, count_row, penalize
 from paged_jax.sampling import Logprobs, logprobs_of, sample
 from paged_jax.sharding import on_host, replicated
@@ -115,7 +116,7 @@ class ModelRunner:
         swaps: bool = False,
         patient: bool = False,
     ):
-        self.model = model
+        self.model = model._replace(params=None)  # ours alone: they are freed when replaced
         self.backend = backend
         self.specs = tuple(specs)
         self.buckets = buckets
@@ -124,7 +125,8 @@ class ModelRunner:
         self._table_width = table_width
         self._max_num_seqs = max_num_seqs
         self._sharding = replicated(mesh)
-        self._params = jax.device_put(model.params, self._sharding)
+        self._params: Any = jax.device_put(model.params, self._sharding)
+        self._params_like: Any = None  # shapes and shardings of parameters that were dropped
         self._host_sharding = on_host(mesh)
         self._swaps = swaps
         self._patient = patient
@@ -142,6 +144,47 @@ class ModelRunner:
             pools = tuple(self.backend.init_pool(spec) for spec in self.specs)
             last_tokens = jnp.zeros(self._max_num_seqs + 1, jnp.int32)
         self._state = jax.device_put(DeviceState(pools, last_tokens), self._sharding)
+
+    def release(self) -> None:
+        """Free the pools and everything else that `allocate` and requests made."""
+        self._state = None
+        self._counts = None
+        self._host_blocks = HostBlocks()
+
+    @property
+    def has_params(self) -> bool:
+        return self._params is not None
+
+    def drop_params(self) -> None:
+        """Free the parameters; `replace_params` brings others."""
+        if self._params is not None:
+            self._params_like = self._abstract(self._params)
+            self._params = None
+
+    def params_on_host(self) -> Any:
+        """A copy of the parameters in host memory."""
+        return jax.tree.map(np.array, self._params)
+
+    def check_params(self, tree: Any) -> None:
+        """ModelLoadError, with everything that differs, if the tree does not fit the model."""
+        leaves_like(tree, self._params_like if self._params is None else self._params)
+
+    def replace_params(self, tree: Any) -> None:
+        """Copy other parameters into the dtypes and onto the devices of those there are.
+
+        One after the other, the old one first given up: both are never there whole. No step may
+        be in flight. Raises what `check_params` raises, before anything changes.
+        """
+        old = self._params_like if self._params is None else self._params
+        new = leaves_like(tree, old)
+        leaves, treedef = jax.tree.flatten(old)
+        self.drop_params()
+        del old
+        for i, leaf in enumerate(new):
+            dtype, sharding = leaves[i].dtype, leaves[i].sharding
+            leaves[i] = None
+            leaves[i] = place(leaf, dtype, sharding).block_until_ready()
+        self._params = treedef.unflatten(leaves)
 
     @property
     def num_weight_bytes(self) -> int:

@@ -9,7 +9,7 @@ host prepares a step while the device runs another.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from scheduler.block_manager import BlockManager, Found
 from scheduler.config import SchedulerConfig
@@ -400,6 +400,15 @@ class Scheduler:
             self.blocks.free_host(sequence)
             sequence.num_computed_tokens = 0
         self.blocks.forget_prefixes()
+
+    def resalt(self, salts: Mapping[str, bytes]) -> None:
+        """Other salts for live requests that have no computed blocks: after `recompute_all`."""
+        for request_id, salt in salts.items():
+            request = self.requests[request_id]
+            request.salt = salt
+            for sequence in request.sequences:
+                assert not sequence.num_computed_tokens, "its blocks were found by the old salt"
+                sequence.digests = []
 
     # -- admission --------------------------------------------------------------------------
 

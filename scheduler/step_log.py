@@ -1,12 +1,12 @@
 """A log of what the scheduler was told and decided, from which it can be replayed exactly.
 
-One JSON object a line: the configuration, then every `add`, `abort`, `step` and `update` in the
-order in which they happened. Prompts are in it as token ids.
+One JSON object a line: the configuration, then every `add`, `abort`, `step`, `update`, `recompute`
+and `resalt` in the order in which they happened. Prompts are in it as token ids.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
 from scheduler.config import SchedulerConfig
@@ -52,11 +52,17 @@ class StepLog:
             salt=request.salt.hex(),
         )
 
+    def resalt(self, salts: Mapping[str, bytes]) -> None:
+        self._write("resalt", salts={key: salt.hex() for key, salt in salts.items()})
+
     def abort(self, request_id: str, index: int | None) -> None:
         self._write("abort", request_id=request_id, index=index)
 
     def step(self, output: SchedulerOutput, now: float) -> None:
         self._write("step", now=now, **describe(output))
+
+    def recompute(self) -> None:
+        self._write("recompute")
 
     def update(self, output: SchedulerOutput, tokens: list[int], record: StepRecord) -> None:
         self._write(
@@ -116,8 +122,14 @@ def replay(lines: Iterable[str]) -> Iterator[SchedulerOutput]:
                 if not output.is_empty:
                     in_flight[output.step_id] = output
                 yield output
+            case "recompute":
+                scheduler.recompute_all()
+                in_flight.clear()
             case "update":
                 scheduler.update(in_flight.pop(event["step_id"]), event["tokens"])
+            case "resalt":
+                salts = event["salts"].items()
+                scheduler.resalt({key: bytes.fromhex(salt) for key, salt in salts})
 
 
 def _request(event: dict[str, Any]) -> Request:

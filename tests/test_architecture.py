@@ -48,7 +48,7 @@ FLOORS = (
     {"errors", "config", "outputs", "cache", "progress", "flags", "jobs", "compile_log"}
     | {"step_clock"},
     {"kv_cache", "host_blocks", "sharding", "layers", "attention", "rope", "compile_cache"}
-    | {"params"},
+    | {"params", "salts"},
     {"models", "penalties", "sampling", "checkpoint", "hub", "generation_config"}
     | {"tokenizer", "chat_template", "detokenizer", "stop_strings", "token_text"}
     | {"prompts", "response", "beam_search"},
