@@ -7,6 +7,7 @@ step's updates come back with one call into the event loop. Text is made on the 
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
 import logging
 import queue
@@ -375,6 +376,10 @@ class AsyncEngine:
     @property
     def vocab_size(self) -> int:
         return 0 if self._engine is None else self._engine.vocab_size
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return dataclasses.asdict(self.config)
 
     @property
     def generation_defaults(self) -> Mapping[str, Any]:

@@ -68,6 +68,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, *, bos_token: str | None = None, eos_token: str | None = None):
+        self.source = source
         environment = _environment()
         try:
             self.variables = frozenset(

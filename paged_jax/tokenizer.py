@@ -89,6 +89,16 @@ class Tokenizer:
         skip = self._special_ids if skip_special_tokens else frozenset()
         return TextStream(self._token_bytes, skip=skip, first=starts)
 
+    def describe(self) -> dict[str, Any]:
+        """Facts about the tokenizer, under the names that Hugging Face's files give them."""
+        template = self._chat_templates.get("default")
+        return {
+            "vocab_size": self.vocab_size,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": sorted(self.eos_token_ids),
+            "chat_template": None if template is None else template.source,
+        }
+
     def token_bytes(self, token_id: int) -> bytes:
         """What the token adds to a text; not always whole characters."""
         return self._token_bytes.of(token_id)

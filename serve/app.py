@@ -8,14 +8,18 @@ from collections.abc import AsyncIterator
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
 from serve.api_keys import ApiKeys
-from serve.endpoints import routes
+from serve.endpoints import operations_of, routes
 from serve.engine import Engine
 from serve.errors import EXCEPTION_HANDLERS
 from serve.fields import IGNORED_HEADER
-from serve.front import Front
+from serve.front import Front, json_response
 from serve.load_report import LoadReports
+from serve.openapi import describe
 from serve.options import DEFAULTS, ServeOptions
 from serve.request_id import HEADER, RequestIds
 from serve.root_path import RootPath
@@ -49,11 +53,25 @@ def app_of(front: Front, *, owns_engine: bool) -> Starlette:
             await front.engine.shutdown(drain_s=0.0)
 
     return Starlette(
-        routes=routes(front),
+        routes=_routes(front),
         middleware=_middleware(front),
         exception_handlers=EXCEPTION_HANDLERS,
         lifespan=lifespan,
     )
+
+
+def _routes(front: Front) -> list[BaseRoute]:
+    operations = operations_of(front.options)
+    description = describe(
+        operations,
+        strict_fields=front.options.strict_fields,
+        with_keys=bool(front.options.api_key),
+    )
+
+    async def openapi(request: Request) -> Response:
+        return json_response(description)
+
+    return [*routes(front, operations), Route("/openapi.json", openapi)]
 
 
 def _middleware(front: Front) -> list[Middleware]:

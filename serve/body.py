@@ -1,5 +1,6 @@
 """The body of a request: read within a bound, decoded, null taken as absent."""
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -7,6 +8,8 @@ from starlette.requests import Request
 
 from paged_jax import RequestError
 from serve.errors import BodyTooLargeError
+
+LARGE = 2**18  # bytes; decoding more than this would hold up the other streams
 
 
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
@@ -16,6 +19,12 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     no JSON object: also for text with half of a surrogate pair, which no encoding can carry.
     """
     body = await _read(request, max_bytes)
+    if len(body) > LARGE:
+        return await asyncio.to_thread(_decoded, body)
+    return _decoded(body)
+
+
+def _decoded(body: bytes) -> dict[str, Any]:
     if not body.strip():
         raise RequestError("The request has no body; a JSON object is expected")
     try:

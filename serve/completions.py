@@ -28,6 +28,7 @@ COMPLETION_MAX_TOKENS = 16
 
 
 async def create_completion(front: Front, request: Request) -> Reply:
+    """Continue prompts, given as text or as token ids."""
     arrived = time.perf_counter()
     fields = front.fields(await front.read_object(request), CompletionRequest, COMPLETION_SAMPLING)
     body = fields.body
@@ -48,12 +49,13 @@ async def create_completion(front: Front, request: Request) -> Reply:
 
 
 async def create_chat_completion(front: Front, request: Request) -> Reply:
+    """Answer a conversation."""
     arrived = time.perf_counter()
     fields = front.fields(await front.read_object(request), ChatRequest, SAMPLING)
     body = fields.body
     params = sampling_params(fields, front.engine.generation_defaults, None)
     submit = functools.partial(front.engine.generate, params=params)
-    prompt = await chat_prompt(front.engine, body)
+    prompt = await chat_prompt(front.engine, body, front.options.template_timeout_s)
     form = ChatFormat(prompt_token_ids=prompt.token_ids if body.return_token_ids else None)
     return _reply(front, request, fields, [prompt], params, submit, form, "chatcmpl", arrived)
 

@@ -1,48 +1,133 @@
-"""The routes, as a list."""
+"""Every endpoint in one table: the routes are made from it, and so is their description."""
 
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Set
+from dataclasses import dataclass
+from typing import Any
 
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
+from serve import protocol
 from serve.completions import create_chat_completion, create_completion
+from serve.fields import COMPLETION_SAMPLING, SAMPLING
 from serve.front import Front
 from serve.gate import GateKeeper
 from serve.models import get_model, list_models
-from serve.status import health, metrics, ping, version
-from serve.tokens import detokenize, tokenize
+from serve.options import ServeOptions
+from serve.render import render_chat_completion, render_completion
+from serve.status import health, load, metrics, ping, server_info, version
+from serve.tokens import detokenize, tokenize, tokenizer_info
 
 Endpoint = Callable[[Front, Request], Awaitable[ASGIApp]]
 
 
-def routes(front: Front) -> list[BaseRoute]:
-    """Every endpoint of the server. Those behind the gate answer 503 until the engine is ready."""
+@dataclass(frozen=True)
+class Operation:
+    """An endpoint, and what there is to know about it.
 
-    def route(
-        path: str, endpoint: Endpoint, *methods: str, gated: bool, queues: bool = False
-    ) -> Route:
-        keeper = Middleware(GateKeeper, gate=front.gate, queues=queues)
-        return Route(
-            path,
-            functools.partial(endpoint, front),
-            methods=methods,
-            name=endpoint.__name__,
-            middleware=[keeper] if gated else None,
-        )
+    gated: it answers 503 until the engine is ready; queues: and 429 while the queue is full.
+    bodies: what its body is read as, one of them; sampling: the sampling fields that it may have
+    in addition. answers: what it gives, None for text; chunks: and what the events of its stream
+    hold, if it can stream.
+    """
 
-    return [
-        route("/v1/completions", create_completion, "POST", gated=True, queues=True),
-        route("/v1/chat/completions", create_chat_completion, "POST", gated=True, queues=True),
-        route("/v1/models", list_models, "GET", gated=True),
-        route("/v1/models/{model:path}", get_model, "GET", gated=True),
-        route("/tokenize", tokenize, "POST", gated=True),
-        route("/detokenize", detokenize, "POST", gated=True),
-        route("/health", health, "GET", gated=False),
-        route("/ping", ping, "GET", "POST", gated=False),
-        route("/live", ping, "GET", gated=False),
-        route("/version", version, "GET", gated=False),
-        route("/metrics", metrics, "GET", gated=False),
-    ]
+    path: str
+    call: Endpoint
+    methods: tuple[str, ...] = ("GET",)
+    gated: bool = True
+    queues: bool = False
+    bodies: tuple[type, ...] = ()
+    sampling: Set[str] = frozenset()
+    answers: Any = dict
+    chunks: Any = None
+
+
+POST = ("POST",)
+_ANYTIME: dict[str, Any] = {"gated": False}
+_COMPLETION: dict[str, Any] = {
+    "bodies": (protocol.CompletionRequest,),
+    "sampling": COMPLETION_SAMPLING,
+}
+_CHAT: dict[str, Any] = {"bodies": (protocol.ChatRequest,), "sampling": SAMPLING}
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation(
+        "/v1/completions",
+        create_completion,
+        POST,
+        queues=True,
+        answers=protocol.Completion,
+        chunks=protocol.Completion,
+        **_COMPLETION,
+    ),
+    Operation(
+        "/v1/chat/completions",
+        create_chat_completion,
+        POST,
+        queues=True,
+        answers=protocol.ChatCompletion,
+        chunks=protocol.ChatCompletionChunk,
+        **_CHAT,
+    ),
+    Operation(
+        "/v1/completions/render",
+        render_completion,
+        POST,
+        answers=list[protocol.Rendered],
+        **_COMPLETION,
+    ),
+    Operation(
+        "/v1/chat/completions/render",
+        render_chat_completion,
+        POST,
+        answers=protocol.Rendered,
+        **_CHAT,
+    ),
+    Operation("/v1/models", list_models, answers=protocol.ModelList),
+    Operation("/v1/models/{model:path}", get_model, answers=protocol.ModelCard),
+    Operation(
+        "/tokenize",
+        tokenize,
+        POST,
+        bodies=(protocol.TokenizePromptRequest, protocol.TokenizeChatRequest),
+        answers=protocol.Tokens,
+    ),
+    Operation(
+        "/detokenize",
+        detokenize,
+        POST,
+        bodies=(protocol.DetokenizeRequest,),
+        answers=protocol.Text,
+    ),
+    Operation("/tokenizer_info", tokenizer_info),
+    Operation("/server_info", server_info),
+    Operation("/load", load),
+    Operation("/health", health, answers=protocol.Health, **_ANYTIME),
+    Operation("/ping", ping, ("GET", "POST"), answers=protocol.Health, **_ANYTIME),
+    Operation("/live", ping, answers=protocol.Health, **_ANYTIME),
+    Operation("/version", version, answers=protocol.Version, **_ANYTIME),
+    Operation("/metrics", metrics, answers=None, **_ANYTIME),
+)
+
+
+def operations_of(options: ServeOptions) -> tuple[Operation, ...]:
+    """Those that a server with these options has."""
+    return OPERATIONS
+
+
+def routes(front: Front, operations: Iterable[Operation]) -> list[BaseRoute]:
+    return [_route(front, operation) for operation in operations]
+
+
+def _route(front: Front, operation: Operation) -> Route:
+    keeper = Middleware(GateKeeper, gate=front.gate, queues=operation.queues)
+    return Route(
+        operation.path,
+        functools.partial(operation.call, front),
+        methods=operation.methods,
+        name=operation.call.__name__,
+        middleware=[keeper] if operation.gated else None,
+    )

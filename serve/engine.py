@@ -15,6 +15,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
+    def describe(self) -> Mapping[str, Any]:
+        """Its facts as JSON values, under the names that Hugging Face's files give them."""
+
 
 class Choice(Protocol):
     """What one sample of a request gained since the last output."""
@@ -137,6 +140,10 @@ class Engine(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What was chosen about the engine, as JSON values."""
+
     @property
     def generation_defaults(self) -> Mapping[str, Any]: ...
 

@@ -29,7 +29,7 @@ class Gate:
         self._options = options
         self._closed = False
         self._num_samples = 0
-        self._num_inside = 0
+        self.num_inside = 0
         self._empty = asyncio.Event()
         self._empty.set()
         self._on_timeout: set[Callable[[Exception], None]] = set()
@@ -66,13 +66,13 @@ class Gate:
             raise EngineDeadError
         if state != "ready":
             raise NotReadyError(f"The server takes no requests now: it is {state}.")
-        self._num_inside += 1
+        self.num_inside += 1
         self._empty.clear()
         try:
             yield
         finally:
-            self._num_inside -= 1
-            if not self._num_inside:
+            self.num_inside -= 1
+            if not self.num_inside:
                 self._empty.set()
 
     def check_room(self) -> None:
@@ -117,7 +117,7 @@ class Gate:
         try:
             await asyncio.wait_for(self._empty.wait(), timeout_s)
         except TimeoutError:
-            logger.warning("%d requests were cut off after %g s", self._num_inside, timeout_s)
+            logger.warning("%d requests were cut off after %g s", self.num_inside, timeout_s)
             for tell in tuple(self._on_timeout):
                 tell(DrainTimeoutError())
 

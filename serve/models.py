@@ -8,10 +8,12 @@ from serve.protocol import ModelCard, ModelList
 
 
 async def list_models(front: Front, request: Request) -> Response:
+    """The models that are served here."""
     return json_response(ModelList(data=[_card(front)]))
 
 
 async def get_model(front: Front, request: Request) -> Response:
+    """One model, if it is served here."""
     front.check_model(request.path_params["model"])
     return json_response(_card(front))
 

@@ -5,6 +5,7 @@ client's tokens would wait.
 """
 
 import asyncio
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from paged_jax import RequestError
 from serve.engine import Engine, Tokenizer
 from serve.messages import checked_messages
 from serve.protocol import ChatRequest, CompletionRequest, TokenizeChatRequest
+from serve.time_limit import within
 
 MAX_SAMPLES = 1024
 
@@ -49,8 +51,10 @@ async def completion_prompts(
     return [Prompt(token_ids) for token_ids in _convert(given, list[list[int]])]
 
 
-async def chat_prompt(engine: Engine, fields: ChatRequest | TokenizeChatRequest) -> Prompt:
-    """The conversation as the model's template writes it."""
+async def chat_prompt(
+    engine: Engine, fields: ChatRequest | TokenizeChatRequest, timeout_s: float
+) -> Prompt:
+    """The conversation as the model's template writes it, which may take `timeout_s`."""
     require_tokenizer(engine, "messages")
     if fields.add_generation_prompt and fields.continue_final_message:
         raise RequestError(
@@ -62,14 +66,21 @@ async def chat_prompt(engine: Engine, fields: ChatRequest | TokenizeChatRequest)
     if fields.reasoning_effort is not None:
         options["reasoning_effort"] = fields.reasoning_effort
     messages = checked_messages(fields.messages)
+    render = functools.partial(
+        engine.render_chat,
+        messages,
+        add_generation_prompt=fields.add_generation_prompt,
+        continue_final_message=fields.continue_final_message,
+        variables=options,
+    )
     try:
-        token_ids = await asyncio.to_thread(
-            engine.render_chat,
-            messages,
-            add_generation_prompt=fields.add_generation_prompt,
-            continue_final_message=fields.continue_final_message,
-            variables=options,
-        )
+        token_ids = await within(timeout_s, render)
+    except TimeoutError:
+        raise RequestError(
+            f"this model's chat template took longer than {timeout_s:g} s for these messages",
+            param="messages",
+            code="chat_template",
+        ) from None
     except RequestError as error:
         if error.param == "chat_template_kwargs" and not fields.chat_template_kwargs:
             error.param = "reasoning_effort"  # the only variable that has a field of its own

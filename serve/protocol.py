@@ -153,5 +153,55 @@ class Tokens(Struct, kw_only=True, frozen=True):
     token_strs: list[str] | UnsetType = UNSET
 
 
+class Rendered(Struct, kw_only=True, frozen=True):
+    token_ids: list[int]
+
+
+class Health(Struct, kw_only=True, frozen=True):
+    state: Literal["loading", "compiling", "ready", "draining", "hung", "dead"]
+
+
+class Version(Struct, kw_only=True, frozen=True):
+    version: str
+
+
 class Text(Struct, kw_only=True, frozen=True):
     prompt: str
+
+
+# Whole answers, as they are described. They are put together around their choices, piece by piece.
+
+
+class _Answer(Struct, kw_only=True, frozen=True):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+
+
+class Completion(_Answer, kw_only=True, frozen=True):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class ChatCompletion(_Answer, kw_only=True, frozen=True):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class ChatCompletionChunk(_Answer, kw_only=True, frozen=True):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+
+
+class ErrorDetail(Struct, kw_only=True, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(Struct, kw_only=True, frozen=True):
+    error: ErrorDetail

@@ -37,6 +37,9 @@ class FakeTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
 
+    def describe(self) -> dict[str, Any]:
+        return {"vocab_size": BOS + 2, "bos_token_id": BOS, "eos_token_id": [EOS]}
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         plain = bytes(token_id for token_id in token_ids if token_id < BOS)
         bos = "" if skip_special_tokens or BOS not in token_ids else "<bos>"
@@ -105,6 +108,7 @@ class FakeEngine:
     max_num_seqs: int = 64
 
     def __post_init__(self):
+        self.settings = {"model": self.model_name}
         self.state = "loading"
         self.tokenizer = FakeTokenizer() if self.has_tokenizer else None
         self.running: set[str] = set()
