@@ -6,7 +6,7 @@ from starlette.requests import Request
 
 from paged_jax import RequestError
 from serve.options import ServeOptions
-from serve.protocol import GenerationRequest
+from serve.protocol import EngineRequest
 
 FAIRNESS_HEADER = "x-gateway-inference-fairness-id"
 MAX_LEN = 256
@@ -21,7 +21,7 @@ class Caller:
     cache_salt: str
 
 
-def caller_of(request: Request, body: GenerationRequest, options: ServeOptions) -> Caller:
+def caller_of(request: Request, body: EngineRequest, options: ServeOptions) -> Caller:
     """RequestError names a header that is too long, given twice or, for the salt, empty."""
     return Caller(
         priority=body.priority,
@@ -30,7 +30,7 @@ def caller_of(request: Request, body: GenerationRequest, options: ServeOptions) 
     )
 
 
-def _cache_salt(request: Request, body: GenerationRequest, header: str | None) -> str:
+def _cache_salt(request: Request, body: EngineRequest, header: str | None) -> str:
     """The header's part comes first and with its length: no request can write itself into the
     prefixes of another header's value, nor one without the header into any of theirs.
     """

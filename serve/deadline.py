@@ -11,7 +11,7 @@ from starlette.requests import Request
 from paged_jax import RequestError
 from serve.errors import DeadlineError
 from serve.options import ServeOptions
-from serve.protocol import MAX_TIMEOUT_S, GenerationRequest
+from serve.protocol import MAX_TIMEOUT_S, EngineRequest
 
 HEADER = "x-request-timeout-s"
 
@@ -25,7 +25,7 @@ class Deadline:
 
 
 def deadline_of(
-    request: Request, body: GenerationRequest, options: ServeOptions, arrived: float
+    request: Request, body: EngineRequest, options: ServeOptions, arrived: float
 ) -> Deadline | None:
     """The shortest of the body's, the header's and the server's time; None without any of them.
 

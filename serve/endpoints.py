@@ -1,8 +1,8 @@
 """Every endpoint in one table: the routes are made from it, and so is their description."""
 
 import functools
-from collections.abc import Awaitable, Callable, Iterable, Set
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.middleware import Middleware
@@ -12,12 +12,14 @@ from starlette.types import ASGIApp
 
 from serve import protocol
 from serve.completions import create_chat_completion, create_completion
-from serve.fields import COMPLETION_SAMPLING, SAMPLING
+from serve.fields import COMPLETION_SAMPLING, NEUTRAL_VALUES, SAMPLING
 from serve.front import Front
 from serve.gate import GateKeeper
 from serve.models import get_model, list_models
 from serve.options import ServeOptions
 from serve.render import render_chat_completion, render_completion
+from serve.response_objects import ResponseObject, ResponsesRequest
+from serve.responses import RESPONSES_NEUTRAL, RESPONSES_SAMPLING, create_response
 from serve.status import health, load, metrics, ping, server_info, version
 from serve.tokens import detokenize, tokenize, tokenizer_info
 
@@ -30,8 +32,8 @@ class Operation:
 
     gated: it answers 503 until the engine is ready; queues: and 429 while the queue is full.
     bodies: what its body is read as, one of them; sampling: the sampling fields that it may have
-    in addition. answers: what it gives, None for text; chunks: and what the events of its stream
-    hold, if it can stream.
+    in addition; neutral: those that it refuses, but for some values. answers: what it gives, None
+    for text; chunks: what the events of its stream hold, None if it cannot stream.
     """
 
     path: str
@@ -41,6 +43,7 @@ class Operation:
     queues: bool = False
     bodies: tuple[type, ...] = ()
     sampling: Set[str] = frozenset()
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: NEUTRAL_VALUES)
     answers: Any = dict
     chunks: Any = None
 
@@ -71,6 +74,17 @@ OPERATIONS: tuple[Operation, ...] = (
         answers=protocol.ChatCompletion,
         chunks=protocol.ChatCompletionChunk,
         **_CHAT,
+    ),
+    Operation(
+        "/v1/responses",
+        create_response,
+        POST,
+        queues=True,
+        bodies=(ResponsesRequest,),
+        sampling=RESPONSES_SAMPLING,
+        neutral=RESPONSES_NEUTRAL,
+        answers=ResponseObject,
+        chunks=ResponseObject,
     ),
     Operation(
         "/v1/completions/render",

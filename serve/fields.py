@@ -111,27 +111,31 @@ class Fields(Generic[Body_co]):
 
 
 def read_fields(
-    raw: dict[str, Any], body_type: type[Body], sampling: Set[str] = frozenset()
+    raw: dict[str, Any],
+    body_type: type[Body],
+    sampling: Set[str] = frozenset(),
+    neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_VALUES,
 ) -> Fields[Body]:
     """Take `raw` apart. RequestError names a field that is wrong, missing or not supported.
 
     sampling: the endpoint's sampling fields; where it has none, all of them are unknown.
+    neutral: fields that it does not support, with the values that are welcome all the same.
     """
     own = {field.name for field in msgspec.structs.fields(body_type)}
     unknown = []
     for name, value in raw.items():
         if name in own or name in sampling or name in SET_ASIDE:
             continue
-        if sampling and name in NEUTRAL_VALUES:
-            _refuse_unless_neutral(name, value)
+        if sampling and name in neutral:
+            _refuse_unless_neutral(name, value, neutral[name])
         else:
             unknown.append(name)
     body = _convert({name: raw[name] for name in own if name in raw}, body_type)
     return Fields(body, {name: raw[name] for name in sampling if name in raw}, tuple(unknown))
 
 
-def _refuse_unless_neutral(name: str, value: Any) -> None:
-    for neutral in NEUTRAL_VALUES[name]:
+def _refuse_unless_neutral(name: str, value: Any, welcome: tuple[Any, ...]) -> None:
+    for neutral in welcome:
         if type(value) is type(neutral) and value == neutral:
             return
     raise RequestError(

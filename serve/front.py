@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from paged_jax import RequestError
 from serve.body import read_object
 from serve.engine import Engine
 from serve.errors import UnknownModelError
-from serve.fields import Fields, read_fields
+from serve.fields import NEUTRAL_VALUES, Fields, read_fields
 from serve.gate import Gate
 from serve.metrics import Metrics
 from serve.options import ServeOptions
@@ -45,10 +45,14 @@ class Front:
         return await read_object(request, self.options.max_body_bytes)
 
     def fields(
-        self, raw: dict[str, Any], body_type: type[Body], sampling: Set[str] = frozenset()
+        self,
+        raw: dict[str, Any],
+        body_type: type[Body],
+        sampling: Set[str] = frozenset(),
+        neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_VALUES,
     ) -> Fields[Body]:
         """The request taken apart, for the served model; RequestError says what is wrong."""
-        fields = read_fields(raw, body_type, sampling)
+        fields = read_fields(raw, body_type, sampling, neutral)
         self.check_model(raw.get("model", self.engine.model_name))
         if fields.unknown:
             self._unknown(fields.unknown)

@@ -15,7 +15,7 @@ import msgspec
 
 from paged_jax import SamplingParams, __version__
 from serve.endpoints import Operation
-from serve.fields import NEUTRAL_VALUES, SET_ASIDE
+from serve.fields import SET_ASIDE
 from serve.protocol import ErrorAnswer
 
 Schema = dict[str, Any]
@@ -130,7 +130,7 @@ def _add_fields(properties: dict[str, Schema], operation: Operation) -> None:
             if field.name in operation.sampling:
                 doc = field.metadata.get("doc", "")
                 properties[field.name] = {**schema_of(hints[field.name]), "description": doc}
-        for name, values in NEUTRAL_VALUES.items():
+        for name, values in operation.neutral.items():
             properties.setdefault(name, {"enum": list(values), "description": "Not supported."})
     for name in SET_ASIDE:
         properties.setdefault(name, {"description": "Of no consequence here."})

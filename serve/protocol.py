@@ -25,19 +25,24 @@ class StreamOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
     include_obfuscation: bool | None = None
 
 
-class GenerationRequest(Struct, kw_only=True, frozen=True):
-    """What the two generating endpoints have in common."""
+class EngineRequest(Struct, kw_only=True, frozen=True):
+    """What every generating endpoint takes: whose request it is, and how it is answered."""
 
     model: str | None = None
     request_id: str | None = None
-    max_completion_tokens: NumTokens | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool = False
     priority: Priority = 0
     cache_salt: CacheSalt | None = None
     user: User | None = None
     timeout_s: TimeoutS | None = None
+
+
+class GenerationRequest(EngineRequest, kw_only=True, frozen=True):
+    """What completions and chats have in common."""
+
+    max_completion_tokens: NumTokens | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
