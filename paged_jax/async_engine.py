@@ -292,6 +292,24 @@ class AsyncEngine:
             finish_first=drain == "wait",
         )
 
+    async def load_weights(
+        self, path: str, *, version: Version | None = None, drain: Drain = "abort"
+    ) -> Version:
+        """`update_params` with the weights in a folder, which is read meanwhile in a thread.
+
+        Raises ModelLoadError for a folder that cannot be read or holds a model of other shapes.
+        """
+        tree = await asyncio.to_thread(self._ready_engine().read_params, path)
+        return await self.update_params(tree, version=version, drain=drain)
+
+    async def reset_prefix_cache(self) -> None:
+        """Find no cached prefix again that was computed before now."""
+        await self._call(lambda engine: engine.scheduler.forget_prefixes())
+
+    @property
+    def params_version(self) -> Version:
+        return 0 if self._engine is None else self._engine.params_version
+
     async def sleep(self, *, weights: Weights = "keep", drain: Drain = "abort") -> None:
         """`Engine.sleep`."""
         await self._call(

@@ -652,6 +652,17 @@ class Engine:
             self._asleep = Asleep(None)
         return self.params_version
 
+    def read_params(self, directory: Path | str) -> Any:
+        """The parameters in a model's folder, for `update_params`. Any thread may call it.
+
+        Raises ModelLoadError if they cannot be read.
+        """
+        if not Path(directory).is_dir():
+            raise ModelLoadError(f"{directory} is no folder on this machine")
+        device = choose_device(self.config.device)
+        with jax.default_device(device):
+            return load_model(directory, dtype=choose_dtype(self.config, device)).params
+
     def sleep(self, *, weights: Weights = "keep", drain: Drain = "abort") -> None:
         """Give the device's memory back while it is needed for something else: the KV cache, and
         with `host` or `drop` the weights too, which wait in host memory or are forgotten.

@@ -62,13 +62,14 @@ def app_of(front: Front, *, owns_engine: bool) -> Starlette:
 
 def _routes(front: Front) -> list[BaseRoute]:
     operations = operations_of(front.options)
-    description = describe(
-        operations,
-        strict_fields=front.options.strict_fields,
-        with_keys=bool(front.options.api_key),
-    )
 
     async def openapi(request: Request) -> Response:
+        description = describe(
+            operations,
+            front.engine.model_name,  # not known for sure before it is loaded
+            strict_fields=front.options.strict_fields,
+            with_keys=bool(front.options.api_key),
+        )
         return json_response(description)
 
     return [*routes(front, operations), Route("/openapi.json", openapi)]

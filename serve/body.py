@@ -12,13 +12,19 @@ from serve.errors import BodyTooLargeError
 LARGE = 2**18  # bytes; decoding more than this would hold up the other streams
 
 
-async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
+async def read_object(
+    request: Request, max_bytes: int, *, may_be_empty: bool = False
+) -> dict[str, Any]:
     """The JSON object of the body, without the fields that are null.
+
+    may_be_empty: no body at all is an empty object.
 
     Raises BodyTooLargeError before more than `max_bytes` are kept, and RequestError for what is
     no JSON object: also for text with half of a surrogate pair, which no encoding can carry.
     """
     body = await _read(request, max_bytes)
+    if may_be_empty and not body.strip():
+        return {}
     if len(body) > LARGE:
         return await asyncio.to_thread(_decoded, body)
     return _decoded(body)

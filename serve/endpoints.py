@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from serve import protocol
+from serve import admin, protocol
 from serve.completions import create_chat_completion, create_completion
 from serve.fields import COMPLETION_SAMPLING, NEUTRAL_VALUES, SAMPLING
 from serve.front import Front
@@ -127,9 +127,26 @@ OPERATIONS: tuple[Operation, ...] = (
 )
 
 
+def _admin(path: str, call: Endpoint, body: type | None = None) -> Operation:
+    bodies = () if body is None else (body,)
+    return Operation(path, call, POST, gated=False, bodies=bodies, answers=protocol.EngineTold)
+
+
+# Not behind the gate: a paused server must hear that it shall go on.
+ADMIN_OPERATIONS: tuple[Operation, ...] = (
+    _admin("/pause", admin.pause, protocol.PauseRequest),
+    _admin("/resume", admin.resume),
+    _admin("/reset_prefix_cache", admin.reset_prefix_cache),
+    _admin("/update_weights", admin.update_weights, protocol.UpdateWeightsRequest),
+    Operation("/weight_info", admin.weight_info, gated=False, answers=protocol.WeightInfo),
+    _admin("/sleep", admin.sleep, protocol.SleepRequest),
+    _admin("/wake_up", admin.wake_up),
+)
+
+
 def operations_of(options: ServeOptions) -> tuple[Operation, ...]:
     """Those that a server with these options has."""
-    return OPERATIONS
+    return OPERATIONS + (ADMIN_OPERATIONS if options.enable_admin else ())
 
 
 def routes(front: Front, operations: Iterable[Operation]) -> list[BaseRoute]:

@@ -187,3 +187,22 @@ class Engine(Protocol):
         """Token ids of a conversation. May be called from any thread; RequestError on refusal."""
 
     def stats(self) -> Stats: ...
+
+    # What an operator may ask for, and gets when the engine is between two steps.
+
+    @property
+    def params_version(self) -> str | int: ...
+
+    async def reset_prefix_cache(self) -> None: ...
+
+    async def load_weights(
+        self, path: str, *, version: str | int | None, drain: Literal["abort", "wait", "keep"]
+    ) -> str | int:
+        """Raises PagedJaxError for weights that cannot be read or are of other shapes."""
+
+    async def sleep(
+        self, *, weights: Literal["keep", "host", "drop"], drain: Literal["abort", "wait", "keep"]
+    ) -> None: ...
+
+    async def wake(self) -> None:
+        """Raises PagedJaxError while weights that were dropped have not come back."""

@@ -14,8 +14,14 @@ from serve.engine import Engine, Stats
 from serve.gate import Gate
 
 OWN_PREFIX = "paged_jax"
-STATES = ("loading", "compiling", "ready", "draining", "hung", "dead")
-SERVING = ("ready", "draining", "hung")  # the states in which there is something to count
+STATES = ("loading", "compiling", "ready", "paused", "asleep", "draining", "hung", "dead")
+SERVING = (
+    "ready",
+    "paused",
+    "asleep",
+    "draining",
+    "hung",
+)  # the states in which there is something to count
 
 Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 

@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from paged_jax import EngineDeadError, RequestError
+from paged_jax import EngineDeadError, PagedJaxError, RequestError
 
 MAX_MESSAGE_LEN = 1000
 
@@ -34,11 +34,15 @@ class DeadlineError(Exception):
 
 
 class NotReadyError(Exception):
-    """No new work now: the engine loads, compiles, hangs or drains."""
+    """No new work now: the engine loads, compiles, hangs, drains or is paused."""
 
 
 class DrainTimeoutError(Exception):
     """The server ends before the request did."""
+
+
+class PausedError(Exception):
+    """The operator paused the server and ended what ran."""
 
 
 class SlowReaderError(Exception):
@@ -50,7 +54,7 @@ class GenerationError(Exception):
 
 
 # What ends a request although the engine is well.
-ABORTS = (ClientDisconnect, DeadlineError, DrainTimeoutError, SlowReaderError)
+ABORTS = (ClientDisconnect, DeadlineError, DrainTimeoutError, PausedError, SlowReaderError)
 
 
 @dataclass(frozen=True)
@@ -78,13 +82,17 @@ TABLE: dict[type[Exception], Row] = {
     BodyTooLargeError: Row(413, INVALID),
     InvalidKeyError: Row(401, INVALID, "invalid_api_key", headers={"www-authenticate": "Bearer"}),
     QueueFullError: Row(429, "rate_limit_error", "rate_limit_exceeded", headers=SHORTLY),
-    DeadlineError: Row(504, "timeout", "deadline_exceeded", headers=NEVER),
+    DeadlineError: Row(408, "timeout", "deadline_exceeded", headers=NEVER),
     ClientDisconnect: Row(499, INVALID, "client_disconnected", "The client went away."),
     SlowReaderError: Row(499, INVALID, "slow_reader"),
     NotReadyError: Row(503, UNAVAILABLE, "not_ready", headers=SOON),
     DrainTimeoutError: Row(
         503, UNAVAILABLE, "shutting_down", "The server shut down before this was done.", SOON
     ),
+    PausedError: Row(
+        503, UNAVAILABLE, "paused", "The server was paused before this was done.", SOON
+    ),
+    PagedJaxError: Row(400, INVALID, "not_possible"),  # what an operator asked for
     EngineDeadError: Row(
         503, SERVER, "engine_dead", "The engine has stopped after an error.", NEVER
     ),

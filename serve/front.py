@@ -41,8 +41,8 @@ class Front:
         metrics = Metrics(engine, gate, options.metrics_prefix)
         return cls(engine, gate, metrics, options, created, itertools.count())
 
-    async def read_object(self, request: Request) -> dict[str, Any]:
-        return await read_object(request, self.options.max_body_bytes)
+    async def read_object(self, request: Request, *, may_be_empty: bool = False) -> dict[str, Any]:
+        return await read_object(request, self.options.max_body_bytes, may_be_empty=may_be_empty)
 
     def fields(
         self,

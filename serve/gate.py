@@ -10,10 +10,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paged_jax import EngineDeadError, PagedJaxError
 from serve.engine import Engine, EngineState
-from serve.errors import DrainTimeoutError, NotReadyError, QueueFullError
+from serve.errors import DrainTimeoutError, NotReadyError, PausedError, QueueFullError
 from serve.options import DEFAULTS, ServeOptions
 
-State = EngineState | Literal["hung"]
+Pause = Literal["paused", "asleep"]
+State = EngineState | Pause | Literal["hung"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class Gate:
         self.num_inside = 0
         self._empty = asyncio.Event()
         self._empty.set()
+        self._pauses: set[Pause] = set()
         self._on_timeout: set[Callable[[Exception], None]] = set()
         self.failure: Exception | None = None  # why the engine could not start
 
@@ -42,7 +44,11 @@ class Gate:
             return "dead"
         if self._engine.step_age_s > self._options.step_timeout_s:
             return "hung"
-        return "draining" if self._closed else self._engine.state
+        if self._closed:
+            return "draining"
+        if self._engine.state == "ready" and self._pauses:
+            return "asleep" if "asleep" in self._pauses else "paused"
+        return self._engine.state
 
     async def start_engine(self) -> None:
         """Start the engine; a failure is logged and kept, for `state` to tell."""
@@ -107,6 +113,22 @@ class Gate:
         finally:
             self._on_timeout.discard(tell)
 
+    def pause(self, why: Pause) -> None:
+        """Let nobody in until `resume` is called for the same reason."""
+        self._pauses.add(why)
+
+    def resume(self, why: Pause) -> None:
+        self._pauses.discard(why)
+
+    async def until_empty(self) -> None:
+        """Returns when nobody is inside."""
+        await self._empty.wait()
+
+    def stop_those_inside(self, error: Exception | None = None) -> None:
+        """Tell the running requests to stop, by default because the server is paused."""
+        for tell in tuple(self._on_timeout):
+            tell(error or PausedError())
+
     def close(self) -> None:
         """Let nobody in any more."""
         self._closed = True
@@ -118,8 +140,7 @@ class Gate:
             await asyncio.wait_for(self._empty.wait(), timeout_s)
         except TimeoutError:
             logger.warning("%d requests were cut off after %g s", self.num_inside, timeout_s)
-            for tell in tuple(self._on_timeout):
-                tell(DrainTimeoutError())
+            self.stop_those_inside(DrainTimeoutError())
 
 
 class GateKeeper:

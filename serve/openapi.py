@@ -25,19 +25,21 @@ _NULL: Schema = {"type": "null"}
 _ERRORS = {
     400: "The request is wrong; `param` names the field.",
     401: "No valid API key.",
+    408: "The request's time was over.",
     404: "Not found, also a model that is not served here.",
     413: "The body is too long.",
     429: "The queue is full.",
     500: "The server failed.",
     503: "The engine is not ready, or dead.",
-    504: "The request's time was over.",
 }
 
 
-def describe(operations: Iterable[Operation], *, strict_fields: bool, with_keys: bool) -> Schema:
-    """The whole description, as JSON values."""
+def describe(
+    operations: Iterable[Operation], model_name: str, *, strict_fields: bool, with_keys: bool
+) -> Schema:
+    """The whole description, as JSON values, of a server of one model."""
     operations = tuple(operations)
-    schemas = _Schemas(operations, strict_fields)
+    schemas = _Schemas(operations, model_name, strict_fields)
     paths: dict[str, Schema] = {}
     for operation in operations:
         path = operation.path.replace(":path}", "}")
@@ -70,11 +72,11 @@ def _operation(operation: Operation, method: str, schemas: "_Schemas") -> Schema
         }
     if "{" in operation.path:
         told["parameters"] = [
-            {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+            {"name": "model", "in": "path", "required": True, "schema": schemas.model}
         ]
     if operation.bodies and method == "POST":
         body = {"application/json": {"schema": schemas.body(operation)}}
-        told["requestBody"] = {"required": True, "content": body}
+        told["requestBody"] = {"required": schemas.needs_body(operation), "content": body}
     return told
 
 
@@ -92,7 +94,8 @@ def _words(path: str) -> str:
 class _Schemas:
     """The schemas of all operations, the named ones in `components`."""
 
-    def __init__(self, operations: Sequence[Operation], strict_fields: bool):
+    def __init__(self, operations: Sequence[Operation], model_name: str, strict_fields: bool):
+        self.model: Schema = {"enum": [model_name]}
         named: list[Any] = [ErrorAnswer]
         for operation in operations:
             named += [*operation.bodies, *_types(operation.answers), *_types(operation.chunks)]
@@ -100,6 +103,8 @@ class _Schemas:
         for operation in operations:
             for body in operation.bodies:
                 component = self.components[body.__name__]
+                if "model" in component["properties"]:
+                    component["properties"]["model"] = {"enum": [model_name]}
                 _add_fields(component["properties"], operation)
                 _allow_null(component)
                 component["additionalProperties"] = not strict_fields
@@ -108,13 +113,17 @@ class _Schemas:
         refs = [{"$ref": _REF.format(name=body.__name__)} for body in operation.bodies]
         return refs[0] if len(refs) == 1 else {"anyOf": refs}
 
+    def needs_body(self, operation: Operation) -> bool:
+        return any(self.components[body.__name__].get("required") for body in operation.bodies)
+
     def answer(self, operation: Operation) -> Schema:
         content: Schema = {"text/plain": {"schema": {"type": "string"}}}
         if operation.answers is not None:
             (schema,), _ = msgspec.json.schema_components([operation.answers], ref_template=_REF)
             content = {"application/json": {"schema": schema}}
         if operation.chunks is not None:
-            content["text/event-stream"] = {"schema": {"type": "string"}}
+            (schema,), _ = msgspec.json.schema_components([operation.chunks], ref_template=_REF)
+            content["text/event-stream"] = {"x-event-schema": schema}  # of each event's data
         return {"description": "What was asked for.", "content": content}
 
 

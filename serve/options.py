@@ -52,6 +52,11 @@ class ServeOptions:
     metrics_prefix: Literal["vllm", "paged_jax"] = _option(
         "vllm", "prefix of the metrics that other engines have too"
     )
+    enable_admin: bool = _option(
+        False,
+        "offer /pause, /resume, /reset_prefix_cache, /update_weights, /sleep and /wake_up, to "
+        "whoever has a key",
+    )
     access_log: bool = _option(True, "log a line for every response")
     log_format: Literal["text", "json"] = _option("text", "how log lines look")
 

@@ -13,6 +13,37 @@ Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
 MAX_TIMEOUT_S = 1_000_000
 TimeoutS = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
+# What is checked by hand, so that an error can name the part that is wrong.
+_CONTENT = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["type", "text"],
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+            },
+        },
+    ]
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {"role": {"type": "string"}, "content": _CONTENT},
+}
+Messages = Annotated[
+    list[dict[str, Any]], Meta(extra_json_schema={"minItems": 1, "items": _MESSAGE})
+]
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_STRINGS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+_PROMPTS = [
+    {"type": "string"},
+    _STRINGS,
+    _TOKEN_IDS,
+    {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
+]
+PromptField = Annotated[str | list[Any], Meta(extra_json_schema={"anyOf": _PROMPTS})]
 User = Annotated[str, Meta(max_length=256)]
 
 
@@ -46,14 +77,14 @@ class GenerationRequest(EngineRequest, kw_only=True, frozen=True):
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
-    prompt: str | list[Any]
+    prompt: PromptField
     add_special_tokens: bool = True
     echo: bool = False
     use_beam_search: bool = False
 
 
 class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
-    messages: list[dict[str, Any]]
+    messages: Messages
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
@@ -68,7 +99,7 @@ class TokenizePromptRequest(Struct, kw_only=True, frozen=True):
 
 
 class TokenizeChatRequest(Struct, kw_only=True, frozen=True):
-    messages: list[dict[str, Any]]
+    messages: Messages
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
@@ -80,6 +111,21 @@ class TokenizeChatRequest(Struct, kw_only=True, frozen=True):
 class DetokenizeRequest(Struct, kw_only=True, frozen=True):
     tokens: list[int]
     model: str | None = None
+
+
+class PauseRequest(Struct, kw_only=True, frozen=True):
+    mode: Literal["wait", "abort"] = "wait"
+
+
+class UpdateWeightsRequest(Struct, kw_only=True, frozen=True):
+    path: str
+    version: str | int | None = None
+    drain: Literal["abort", "wait", "keep"] = "abort"
+
+
+class SleepRequest(Struct, kw_only=True, frozen=True):
+    weights: Literal["keep", "host", "drop"] = "keep"
+    drain: Literal["abort", "wait", "keep"] = "abort"
 
 
 # Responses
@@ -162,8 +208,22 @@ class Rendered(Struct, kw_only=True, frozen=True):
     token_ids: list[int]
 
 
+State = Literal["loading", "compiling", "ready", "paused", "asleep", "draining", "hung", "dead"]
+
+
 class Health(Struct, kw_only=True, frozen=True):
-    state: Literal["loading", "compiling", "ready", "draining", "hung", "dead"]
+    state: State
+
+
+class WeightInfo(Struct, kw_only=True, frozen=True):
+    version: str | int
+
+
+class EngineTold(Struct, kw_only=True, frozen=True):
+    """What became of an operator's wish."""
+
+    state: State
+    version: str | int
 
 
 class Version(Struct, kw_only=True, frozen=True):

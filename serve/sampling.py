@@ -30,6 +30,8 @@ def sampling_params(
 def _given(fields: Fields[GenerationRequest]) -> dict[str, Any]:
     if fields.body.max_completion_tokens is None:
         return fields.sampling
+    if "max_tokens" in fields.sampling:  # is not used, and may still be wrong
+        SamplingParams(max_tokens=fields.sampling["max_tokens"])
     return fields.sampling | {"max_tokens": fields.body.max_completion_tokens}
 
 

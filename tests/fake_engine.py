@@ -115,6 +115,8 @@ class FakeEngine:
         self.seen: list[tuple[str, tuple[int, ...], SamplingParams | BeamSearchParams]] = []
         self.callers: list[dict[str, Any]] = []
         self.rendered: list[tuple[list[dict], dict]] = []
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.params_version: str | int = 0
         self.num_aborted = 0
         self.num_prompt_tokens = 0
         self.num_tokens = 0
@@ -272,6 +274,22 @@ class FakeEngine:
             stop_reason = self.stop_reason if stopped else None
         return CompletionOutput(k, self.pieces[token_id], (token_id,), reason, stop_reason)
 
+    async def reset_prefix_cache(self) -> None:
+        self.told.append(("reset_prefix_cache", {}))
+
+    async def load_weights(self, path: str, **how: Any) -> str | int:
+        if path != "good":
+            raise ModelLoadError(f"{path} is no folder")
+        self.told.append(("load_weights", how))
+        self.params_version = how["version"] or 1
+        return self.params_version
+
+    async def sleep(self, **how: Any) -> None:
+        self.told.append(("sleep", how))
+
+    async def wake(self) -> None:
+        self.told.append(("wake", {}))
+
     async def abort(self, request_id: str) -> None:
         raise AssertionError("the door ends a request by closing its outputs")
 
@@ -306,17 +324,21 @@ def main() -> int:
     parser.add_argument("--exit-when-dead", action="store_true")
     parser.add_argument("--drain-timeout-s", type=float, default=10.0)
     parser.add_argument("--log-format", default="text")
+    parser.add_argument("--enable-admin", action="store_true")
+    parser.add_argument("--max-model-len", type=int, default=MAX_MODEL_LEN)
     given = parser.parse_args()
     engine = FakeEngine(
         delay_s=given.delay_s,
         start_s=given.start_s,
         start_error=ModelLoadError("no such weights") if given.start_fails else None,
         dies_after=given.dies_after,
+        max_model_len=given.max_model_len,
     )
     options = ServeOptions(
         drain_timeout_s=given.drain_timeout_s,
         exit_when_dead=given.exit_when_dead,
         log_format=given.log_format,
+        enable_admin=given.enable_admin,
     )
     return run_server(engine, options, port=given.port)
 

@@ -208,7 +208,7 @@ def test_what_is_said_of_null_and_of_neutral_values_is_true(server, description)
 
 
 def test_options_change_the_description():
-    strict = describe(OPERATIONS, strict_fields=True, with_keys=True)
+    strict = describe(OPERATIONS, "m", strict_fields=True, with_keys=True)
     assert strict["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False
     assert strict["security"] == [{"key": []}]
 

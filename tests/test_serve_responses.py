@@ -159,10 +159,9 @@ def test_a52_an_error_in_mid_stream_reaches_the_client():
     with live_server(FakeEngine(raises_after=(3, EngineDeadError("innards")))) as server:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0) as client:
             stream = client.responses.create(model="fake/model", input="hi", stream=True)
-            kinds = []
+            kinds = [next(stream).type for _ in range(7)]
             with pytest.raises(openai.APIError, match="stopped") as caught:
-                for event in stream:
-                    kinds.append(event.type)
+                next(stream)
         assert kinds[4:] == ["response.output_text.delta"] * 3
         assert "innards" not in str(caught.value)
         status, answer = server.post(RESPONSES, HI | {"max_output_tokens": 9})
