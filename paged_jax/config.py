@@ -16,6 +16,7 @@ WARMUPS = ("none", "lazy", "full")
 DEVICES = ("auto", "cpu", "gpu", "tpu")
 
 MODEL, CACHE, BATCH, DEVICE = "Model", "KV cache", "Batching", "Device and compilation"
+LORA = "LoRA adapters"
 
 
 def _option(default: Any, group: str, doc: str, **extra: Any) -> Any:
@@ -44,6 +45,19 @@ class EngineConfig:
     )
     skip_tokenizer_init: bool = _option(False, MODEL, "serve token ids only")
     seed: int = _option(0, MODEL, "of requests that bring no seed")
+    quantization: str | None = _option(
+        None,
+        MODEL,
+        "keep the weights of the layers in few bits, rounded to nearest",
+        choices=(None, "int8", "int4", "fp8"),
+    )
+
+    enable_lora: bool = _option(False, LORA, "take requests with LoRA adapters")
+    max_loras: int = _option(4, LORA, "adapters that can be loaded at the same time")
+    max_lora_rank: int = _option(16, LORA, "the largest rank that an adapter may have")
+    lora_dir: str | None = _option(
+        None, LORA, "folder of adapters as PEFT saves them; those in it are loaded at start"
+    )
 
     block_size: int = _option(16, CACHE, "tokens in a KV block")
     num_blocks: int | None = _option(None, CACHE, "KV blocks in the pool, the null block included")
@@ -123,7 +137,7 @@ class EngineConfig:
             value = getattr(self, f.name)
             if choices and value not in choices:
                 raise ConfigError(f"{f.name} must be one of {', '.join(choices)}; got {value!r}")
-        for name in ("block_size", "max_num_seqs"):
+        for name in ("block_size", "max_num_seqs", "max_loras", "max_lora_rank"):
             self._require_int(name, 1)
         for name, low in (("max_model_len", 2), ("num_blocks", 2), ("max_num_batched_tokens", 1)):
             if getattr(self, name) is not None:
@@ -140,6 +154,8 @@ class EngineConfig:
             raise ConfigError(f"swap_space must be above 0 GiB, got {self.swap_space}")
         if self.kv_offload and not self.enable_prefix_caching:
             raise ConfigError("kv_offload keeps cached prefixes: it needs enable_prefix_caching")
+        if self.lora_dir is not None and not self.enable_lora:
+            raise ConfigError("lora_dir holds LoRA adapters: it needs enable_lora")
         if not 0.0 < self.memory_utilization <= 1.0:
             raise ConfigError(
                 f"memory_utilization must be above 0 and at most 1, got {self.memory_utilization}"

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from flax import linen, nnx
 
+from paged_jax.adapters import Adapters, adapter_targets, with_adapter_slots
 from paged_jax.compile_cache import use_compile_cache
 from paged_jax.compile_log import CompileCounter
 from paged_jax.config import EngineConfig, config_of
@@ -33,6 +34,7 @@ from paged_jax.models import (
     from_linen,
     from_nnx,
     load_model,
+    quantized,
 )
 from paged_jax.outputs import TokenLogprob
 from paged_jax.params import cast_floats, own_copy
@@ -215,6 +217,10 @@ class Engine:
         self._warm = False
 
         device = choose_device(config.device)
+        if config.quantization is not None:
+            model = quantized(model, config.quantization)
+        if config.enable_lora:
+            model = with_adapter_slots(model, config.max_loras, config.max_lora_rank)
         plan = make_plan(model, config, device)
         self.max_num_batched_tokens = plan.max_num_batched_tokens
         self.runner = size_runner(model, plan, config, device, self._progress)
@@ -231,6 +237,7 @@ class Engine:
         )
         self._step_log = _open_step_log(config, scheduler_config)
         self.runner.allocate()
+        self._adapters = self._make_adapters(model)
 
         self.params_version: Version = 0
         self._params_number = 0
@@ -352,6 +359,20 @@ class Engine:
             model, config, tokenizer=tokenizer, eos_token_ids=eos_token_ids, progress=progress
         )
 
+    def _make_adapters(self, model: ServedModel) -> Adapters:
+        config = self.config
+        adapters = Adapters(
+            adapter_targets(model.params),
+            num_slots=config.max_loras if config.enable_lora else 0,
+            max_rank=config.max_lora_rank,
+            root=None if config.lora_dir is None else Path(config.lora_dir),
+            fill=self.runner.fill_adapter_slot,
+        )
+        if config.lora_dir is not None:
+            for name in adapters.names_in_root():
+                adapters.load(name)
+        return adapters
+
     # -- requests ---------------------------------------------------------------------------
 
     def check_request(
@@ -362,6 +383,7 @@ class Engine:
         priority: int = 0,
         tenant: str = "",
         cache_salt: str = "",
+        adapter: str | None = None,
     ) -> None:
         """Raise RequestError, naming the field and the limit, if this could not be served.
 
@@ -370,6 +392,7 @@ class Engine:
         self._check_priority(priority)
         _check_text("tenant", tenant)
         _check_text("cache_salt", cache_salt)
+        self._check_adapter(adapter)
         num_tokens = len(prompt_token_ids)
         if not num_tokens:
             raise RequestError("the prompt is empty: it needs at least one token", param="prompt")
@@ -404,6 +427,13 @@ class Engine:
                 param="priority",
             )
 
+    def _check_adapter(self, name: str | None) -> None:
+        if name is not None and self._adapters.find(name) is None:
+            known = ", ".join(self._adapters.names) or "none"
+            raise RequestError(
+                f"no adapter {str(name)[:80]!r} is loaded; there are: {known}", param="adapter"
+            )
+
     def _check_token_id(self, token_id: Any, param: str) -> None:
         is_int = isinstance(token_id, int | np.integer) and not isinstance(token_id, bool)
         if not is_int or not 0 <= token_id < self.vocab_size:
@@ -422,20 +452,27 @@ class Engine:
         priority: int = 0,
         tenant: str = "",
         cache_salt: str = "",
+        adapter: str | None = None,
     ) -> Request:
         """Queue a request; RequestError if it can never be served or its id is in use.
 
         Lower `priority` goes first; only the policy `priority` takes another one than 0. `tenant`
         is who shares fairly with others. Only requests of the same `cache_salt` share cached
-        prefixes.
+        prefixes. `adapter` names a LoRA adapter that is loaded.
         """
         self.check_request(
-            prompt_token_ids, params, priority=priority, tenant=tenant, cache_salt=cache_salt
+            prompt_token_ids,
+            params,
+            priority=priority,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            adapter=adapter,
         )
         self._check_id_is_free(request_id)
         if self._asleep is not None:
             raise RequestError("the engine is asleep: wake() it first", code="asleep")
         self._num_requests += 1
+        loaded = None if adapter is None else self._adapters.find(adapter)
         request = Request(
             request_id,
             map(int, prompt_token_ids),
@@ -445,7 +482,8 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             priority=priority,
             tenant=tenant,
-            salt=self._salt_of(cache_salt),
+            salt=salt_of(self._params_number, loaded and loaded.key, cache_salt),
+            adapter_id=loaded.slot_id if loaded else 0,
         )
         if params.max_tokens == 0:
             self._finished_at_birth += [
@@ -458,11 +496,6 @@ class Engine:
                 self._step_log.add(request, self._now)
         self._num_prompt_tokens += len(prompt_token_ids)
         return request
-
-    def _salt_of(self, cache_salt: str) -> bytes:
-        """What keeps blocks apart that hold the same tokens: written by other weights, or for
-        others."""
-        return salt_of(self._params_number, cache_salt)
 
     def _check_id_is_free(self, request_id: str) -> None:
         ended = (update.sequence.request.request_id for update in self._finished_at_birth)
@@ -616,6 +649,36 @@ class Engine:
             with self.step_clock.compiling():
                 self.runner.compile(program)
 
+    # -- adapters ---------------------------------------------------------------------------
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """LoRA adapters that requests may name. Any thread may ask."""
+        return self._adapters.names
+
+    def load_adapter(self, name: str, directory: str | Path | None = None) -> None:
+        """Load a LoRA adapter from a folder as PEFT saves it; nothing is compiled anew.
+
+        Without `directory` it is the folder of that name in `lora_dir`, and nothing outside of
+        that is opened. Raises ModelLoadError for what cannot be read or does not fit the model,
+        ConfigError where `enable_lora` is off, no slot is free or the name is taken.
+        """
+        if not self.config.enable_lora:
+            raise ConfigError("this engine takes no adapters: start it with enable_lora")
+        if name == self.model_name:
+            raise ConfigError(f"{name!r} is the model's own name")
+        self._adapters.load(name, directory)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. ConfigError if there is none, or while requests use it."""
+        loaded = self._adapters.find(name)
+        if loaded is not None:
+            requests = self.scheduler.requests.values()
+            num_users = sum(request.adapter_id == loaded.slot_id for request in requests)
+            if num_users:
+                raise ConfigError(f"the adapter {name!r} is in use by {num_users} requests")
+        self._adapters.unload(name)
+
     # -- other weights ----------------------------------------------------------------------
 
     def update_params(
@@ -688,7 +751,7 @@ class Engine:
         if not self.runner.has_params:
             if self._asleep.params is None:
                 raise ModelLoadError("the weights were dropped: update_params() before wake()")
-            self.runner.replace_params(self._asleep.params)
+            self.runner.restore_params(self._asleep.params)
         self.runner.allocate()
         self._asleep = None
 

@@ -7,7 +7,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-__all__ = ["Embedding", "GatedMLP", "Linear", "RMSNorm", "linear"]
+from paged_jax.weights import Path, Weight
+
+__all__ = ["Embedding", "GatedMLP", "Linear", "RMSNorm", "linear", "linear_paths"]
 
 FEW_ROWS = 64  # up to here the CPU multiplies faster from the left
 INIT_STDDEV = 0.02
@@ -15,18 +17,22 @@ INIT_STDDEV = 0.02
 
 def linear(
     x: Float[Array, "T E"],
-    w: Float[Array, "F E"],
+    w: Float[Array, "F E"] | Weight,
     b: Float[Array, " F"] | None = None,
     *,
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "T F"]:
     """`x @ w.T + b`, accumulated and returned in `dtype` (default: the dtype of `x`).
 
+    `w` may be quantized or have adapters: a `Weight`.
+
     Chosen when the program is lowered, by the platform it is lowered for: on the CPU a few rows
     are multiplied as `(w @ x.T).T`, which reads the weights in the order in which they lie.
     """
     dtype = x.dtype if dtype is None else dtype
-    if x.shape[0] <= FEW_ROWS:
+    if isinstance(w, Weight):
+        y = w.multiply(x, dtype)
+    elif x.shape[0] <= FEW_ROWS:
         y = lax.platform_dependent(
             x,
             w,
@@ -102,3 +108,9 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def linear_paths(module: nnx.Module) -> tuple[Path, ...]:
+    """Paths of the matrices in a module that are multiplied by `linear` and by nothing else."""
+    layers = (path for path, found in nnx.iter_modules(module) if isinstance(found, Linear))
+    return tuple((*path, "weight") for path in layers)

@@ -8,6 +8,7 @@ by rows R, makes logits and tokens of them.
 """
 
 import concurrent.futures
+import dataclasses
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,11 +21,13 @@ from jax.sharding import Mesh
 
 from paged_jax.attention import PagedAttend
 from paged_jax.host_blocks import PARCEL_SIZES, HostBlocks, Parcel, split_into_parcels
+from paged_jax.lora import Adapter, LoraWeight, fill_slot, with_adapter_ids
 from paged_jax.models import ServedModel
 from paged_jax.params import leaves_like, place
 from paged_jax.penalties import TokenCounts, add_tokens, count_row, penalize
 from paged_jax.sampling import Logprobs, logprobs_of, sample
 from paged_jax.sharding import on_host, replicated
+from paged_jax.weights import is_weight
 from pallas_kernels import Backend, KVPool, KVSpec, copy_blocks, read_blocks, write_blocks
 from scheduler import (
     MAX_LOGPROBS,
@@ -156,18 +159,30 @@ class ModelRunner:
         return self._params is not None
 
     def drop_params(self) -> None:
-        """Free the parameters; `replace_params` brings others."""
+        """Free the parameters, but for adapters; `replace_params` brings others."""
         if self._params is not None:
-            self._params_like = self._abstract(self._params)
+            self._params_like = jax.tree.map(self._forgotten, self._params, is_leaf=is_weight)
             self._params = None
 
+    def _forgotten(self, leaf: Any) -> Any:
+        if isinstance(leaf, LoraWeight):
+            return dataclasses.replace(leaf, base=self._abstract(leaf.base))
+        return self._abstract(leaf)
+
     def params_on_host(self) -> Any:
-        """A copy of the parameters in host memory."""
+        """A copy of the parameters in host memory, for `restore_params`."""
         return jax.tree.map(np.array, self._params)
+
+    def restore_params(self, params: Any) -> None:
+        self._params = jax.tree.map(lambda x: place(x, x.dtype, self._sharding), params)
 
     def check_params(self, tree: Any) -> None:
         """ModelLoadError, with everything that differs, if the tree does not fit the model."""
         leaves_like(tree, self._params_like if self._params is None else self._params)
+
+    def fill_adapter_slot(self, slot: int, adapter: Adapter | None) -> None:
+        """Put an adapter on the device, in the place of what was in that slot."""
+        self._params = fill_slot(self._params, slot, adapter)
 
     def replace_params(self, tree: Any) -> None:
         """Copy other parameters into the dtypes and onto the devices of those there are.
@@ -177,13 +192,18 @@ class ModelRunner:
         """
         old = self._params_like if self._params is None else self._params
         new = leaves_like(tree, old)
-        leaves, treedef = jax.tree.flatten(old)
+        leaves, treedef = jax.tree.flatten(old, is_leaf=is_weight)
         self.drop_params()
         del old
         for i, leaf in enumerate(new):
-            dtype, sharding = leaves[i].dtype, leaves[i].sharding
-            leaves[i] = None
-            leaves[i] = place(leaf, dtype, sharding).block_until_ready()
+            before, leaves[i] = leaves[i], None
+            if is_weight(before):
+                leaves[i] = before.replaced(place(leaf, before.dtype, self._sharding))
+            else:
+                dtype, sharding = before.dtype, before.sharding
+                del before
+                leaves[i] = place(leaf, dtype, sharding)
+            jax.block_until_ready(leaves[i])
         self._params = treedef.unflatten(leaves)
 
     @property
@@ -349,6 +369,7 @@ class ModelRunner:
             from_device=array(num_tokens, dtype=jnp.bool_),
             positions=array(num_tokens),
             rows=array(num_seqs),
+            adapter_ids=array(num_seqs),
             logits_indices=array(self._max_num_seqs),
             attn=AttentionMetadata(
                 slot_mapping=array(num_groups, num_tokens),
@@ -376,6 +397,7 @@ class ModelRunner:
                 decode_rows=decodes,
                 backend=self.backend,
             )
+            params = with_adapter_ids(params, _of_tokens(step.adapter_ids, step.attn, decodes))
             hidden = self.model.apply(params, token_ids, step.positions, attend)
             return attend.pools(), hidden[step.logits_indices]
 
@@ -537,6 +559,7 @@ class ModelRunner:
             batch.from_device,
             batch.positions,
             batch.rows,
+            batch.adapter_ids,
             batch.logits_indices,
             batch.attn,
         )
@@ -593,8 +616,21 @@ class _BackboneInputs(NamedTuple):
     from_device: Any
     positions: Any
     rows: Any
+    adapter_ids: Any
     logits_indices: Any
     attn: AttentionMetadata
+
+
+def _of_tokens(by_row: jax.Array, attn: AttentionMetadata, decodes: int) -> jax.Array:
+    """A value for each token, from one for each row: D rows of one token, then ragged chunks."""
+    num_chunk_tokens = attn.slot_mapping.shape[1] - decodes
+    if not num_chunk_tokens:
+        return by_row
+    tokens = jnp.arange(decodes, decodes + num_chunk_tokens, dtype=jnp.int32)
+    ends = attn.query_start_loc[decodes + 1 :]
+    chunk = jnp.searchsorted(ends, tokens, side="right")
+    chunk = jnp.minimum(chunk, by_row.shape[0] - decodes - 1)
+    return jnp.concatenate([by_row[:decodes], by_row[decodes:][chunk]])
 
 
 def _pairs(group: int, copies: Sequence[BlockCopy]) -> list[tuple[int, int]]:

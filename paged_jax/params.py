@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Sharding
 
 from paged_jax.errors import ModelLoadError
+from paged_jax.weights import Weight, is_weight
 
 __all__ = ["cast_floats", "leaves_like", "own_copy", "place"]
 
@@ -69,11 +70,11 @@ def _plain(tree: Any) -> Any:
 
 
 def _by_path(tree: Any) -> dict[str, Any]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_weight)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
 
 
-def _difference(new: Any, old: jax.Array) -> str:
+def _difference(new: Any, old: jax.Array | Weight) -> str:
     """What keeps `new` from taking the place of `old`; empty if nothing does."""
     if not isinstance(new, jax.Array | np.ndarray):
         return f"{type(new).__name__}, no array"

@@ -54,6 +54,7 @@ class Batch(NamedTuple):
     from_device: np.ndarray  # bool[T]
     positions: np.ndarray  # i32[T]
     rows: np.ndarray  # i32[S]
+    adapter_ids: np.ndarray  # i32[S], 0 for none
     logits_indices: np.ndarray  # i32[R_max], into the T tokens; may repeat
     sample_rows: np.ndarray  # i32[R]
     attn: AttentionMetadata
@@ -85,6 +86,7 @@ def make_batch(
     positions = np.zeros(t, np.int32)
     seq_lens = np.zeros(s, np.int32)
     batch_rows = np.full(s, max_num_seqs, np.int32)
+    adapter_ids = np.zeros(s, np.int32)
     query_start_loc = np.arange(s + 1, dtype=np.int32)
     query_start_loc[d:] = d
     slot_mapping = np.zeros((rows.tables.shape[0], t), np.int32)
@@ -102,6 +104,7 @@ def make_batch(
         positions[:n] = starts
         seq_lens[:n] = starts + 1
         batch_rows[:n] = used
+        adapter_ids[:n] = rows.adapter_ids[used]
         block_tables[:, :n] = rows.tables[:, used]
         blocks = rows.tables[:, used, starts // block_size]
         slot_mapping[:, :n] = blocks * block_size + starts % block_size
@@ -115,6 +118,7 @@ def make_batch(
         positions[at:end] = span
         seq_lens[d + i] = x.start + x.num_tokens
         batch_rows[d + i] = x.row
+        adapter_ids[d + i] = rows.adapter_ids[x.row]
         query_start_loc[d + i + 1 :] = end
         block_tables[:, d + i] = rows.tables[:, x.row]
         blocks = rows.tables[:, x.row, span // block_size]
@@ -127,6 +131,7 @@ def make_batch(
         from_device=from_device,
         positions=positions,
         rows=batch_rows,
+        adapter_ids=adapter_ids,
         logits_indices=_logits_indices(output, last_token, max_num_seqs),
         sample_rows=_pad([x.row for x in output.samples], num_sample_rows, max_num_seqs),
         attn=AttentionMetadata(

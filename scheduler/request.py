@@ -27,10 +27,12 @@ class Request:
     """One client call. Holds what its sequences share; owned by the engine thread.
 
     `stop_token_ids` joins the model's end-of-sequence ids (unless ignored) and the request's own.
-    `max_total_tokens` is the length, prompt included, at which a sequence ends.
+    `max_total_tokens` is the length, prompt included, at which a sequence ends. `adapter_id` is
+    what the device knows its adapter by, 0 if it has none.
     """
 
     __slots__ = (
+        "adapter_id",
         "max_total_tokens",
         "num_cached_tokens",
         "order_key",
@@ -56,6 +58,7 @@ class Request:
         priority: int = 0,
         tenant: str = "",
         salt: bytes = b"",
+        adapter_id: int = 0,
     ):
         self.request_id = request_id
         self.prompt_token_ids = tuple(prompt_token_ids)
@@ -66,6 +69,7 @@ class Request:
         self.priority = priority
         self.tenant = tenant
         self.salt = salt
+        self.adapter_id = adapter_id
         self.num_cached_tokens = 0
         self.order_key = (0.0, 0)
         self.sequences = [

@@ -24,6 +24,7 @@ class Rows:
         self.frequency = np.zeros(max_num_seqs, np.float32)
         self.repetition = np.ones(max_num_seqs, np.float32)
         self.seeds = np.zeros((max_num_seqs, 2), np.uint32)
+        self.adapter_ids = np.zeros(max_num_seqs, np.int32)
         self._free = list(range(max_num_seqs))
 
     @property
@@ -46,6 +47,7 @@ class Rows:
         self.frequency[row] = params.frequency_penalty
         self.repetition[row] = params.repetition_penalty
         self.seeds[row] = sequence.seed & 0xFFFFFFFF, sequence.seed >> 32
+        self.adapter_ids[row] = sequence.request.adapter_id
 
     def take_back(self, sequence: Sequence) -> None:
         heapq.heappush(self._free, sequence.row)

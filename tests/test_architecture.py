@@ -48,11 +48,11 @@ FLOORS = (
     {"errors", "config", "outputs", "cache", "progress", "flags", "jobs", "compile_log"}
     | {"step_clock"},
     {"kv_cache", "host_blocks", "sharding", "layers", "attention", "rope", "compile_cache"}
-    | {"params", "salts"},
+    | {"params", "salts", "weights", "quantization", "lora"},
     {"models", "penalties", "sampling", "checkpoint", "hub", "generation_config"}
     | {"tokenizer", "chat_template", "detokenizer", "stop_strings", "token_text"}
     | {"prompts", "response", "beam_search"},
-    {"model_runner", "plan"},
+    {"model_runner", "plan", "adapters"},
     {"engine", "testing"},
     {"async_engine", "llm"},
     {"machine", "doctor", "generate", "bench", "cli", "__init__", "__main__"},

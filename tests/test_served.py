@@ -130,7 +130,7 @@ def test_nnx_module_serves_what_it_computes():
     module = OneLayer()
     model = from_nnx(module, max_position=99)
     assert not module.dropout.deterministic  # training goes on
-    assert model[3:] == (50, 16, 99, None)
+    assert model[3:] == (50, 16, 99, None, (("qkv", "weight"),))
     assert set(model.params) == {"embed", "qkv"}  # only what is trained
     tokens = jnp.asarray(SEQUENCES[0])
     module.eval()

@@ -3,7 +3,16 @@
 from paged_jax.models.attention_fn import AttentionFn, from_attention_fn
 from paged_jax.models.loading import load_model
 from paged_jax.models.registry import FAMILIES, Family, find_family
-from paged_jax.models.served import Apply, Logits, ServedModel, from_function, from_linen, from_nnx
+from paged_jax.models.served import (
+    Apply,
+    Logits,
+    ServedModel,
+    from_function,
+    from_linen,
+    from_nnx,
+    layer_matrices,
+    quantized,
+)
 
 __all__ = [
     "FAMILIES",
@@ -17,5 +26,7 @@ __all__ = [
     "from_function",
     "from_linen",
     "from_nnx",
+    "layer_matrices",
     "load_model",
+    "quantized",
 ]

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from paged_jax.checkpoint.hf import Checkpoint, open_checkpoint
 from paged_jax.errors import ConfigError, ModelLoadError
+from paged_jax.layers import linear_paths
 from paged_jax.models.registry import Family, find_family
 from paged_jax.models.served import ServedModel, serve_split
 from paged_jax.progress import Progress, SilentProgress
@@ -59,7 +60,13 @@ def load_model(
     params = _read_params(checkpoint, names, param_dtype, progress or SilentProgress())
     apply, logits = serve_split(graphdef, rest)
     return ServedModel(
-        apply, logits, params, config.vocab_size, config.hidden_size, config.max_position
+        apply,
+        logits,
+        params,
+        config.vocab_size,
+        config.hidden_size,
+        config.max_position,
+        linears=linear_paths(module),
     )
 
 

@@ -10,6 +10,9 @@ from jaxtyping import Array, Float, Int
 
 from paged_jax.attention import Attend, dense
 from paged_jax.errors import ModelLoadError
+from paged_jax.layers import linear_paths
+from paged_jax.quantization import quantize_params
+from paged_jax.weights import Path, is_weight, tree_paths
 
 __all__ = [
     "Apply",
@@ -18,6 +21,8 @@ __all__ = [
     "from_function",
     "from_linen",
     "from_nnx",
+    "layer_matrices",
+    "quantized",
     "serve_split",
 ]
 
@@ -36,6 +41,7 @@ class ServedModel(NamedTuple):
     hidden_size: int
     max_position: int | None = None  # the longest context it was made for; None: unknown
     num_layers: int | None = None  # only scanned models say it: see discover_layers
+    linears: tuple[Path, ...] = ()  # matrices that `layers.linear` multiplies, and nothing else
 
 
 def from_function(
@@ -80,7 +86,8 @@ def from_nnx(
     graphdef, params, rest = nnx.split(served, nnx.Param, ...)
     apply, logits = serve_split(graphdef, rest)
     pure = nnx.to_pure_dict(params)
-    return _measured(apply, logits, pure, max_position, num_layers, uses_positions)
+    model = _measured(apply, logits, pure, max_position, num_layers, uses_positions)
+    return model._replace(linears=linear_paths(served))
 
 
 def from_linen(
@@ -160,3 +167,33 @@ def _reads_last_input(jaxpr: Any) -> bool:
     return any(variable is read for eqn in jaxpr.eqns for read in eqn.invars) or any(
         variable is out for out in jaxpr.outvars
     )
+
+
+def layer_matrices(model: ServedModel) -> tuple[Path, ...]:
+    """Those of `model.linears` that the layers use, and not `logits`."""
+    flat = tree_paths(model.params)
+    dtypes = [flat[path].dtype for path in model.linears]
+    if not dtypes:
+        return ()
+    hidden = jax.ShapeDtypeStruct((8, model.hidden_size), dtypes[0])
+    traced = jax.make_jaxpr(model.logits)(model.params, hidden)
+    read = {id(variable) for eqn in traced.jaxpr.eqns for variable in eqn.invars}
+    leaves = jax.tree.unflatten(jax.tree.structure(model.params), traced.jaxpr.invars[:-1])
+    of_head = {
+        path
+        for path, leaf in tree_paths(leaves).items()
+        if any(id(variable) in read for variable in jax.tree.leaves(leaf))
+    }
+    return tuple(path for path in model.linears if path not in of_head)
+
+
+def quantized(model: ServedModel, scheme: str) -> ServedModel:
+    """The model with the matrices of its layers in few bits, as `paged_jax.quantization` says.
+
+    A matrix is quantized once; the model that was given keeps its own.
+    """
+    if any(map(is_weight, tree_paths(model.params).values())):
+        return model
+    params = jax.tree.map(lambda leaf: leaf, model.params)
+    quantize_params(params, layer_matrices(model), scheme)
+    return model._replace(params=params)
