@@ -13,6 +13,7 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from paged_jax.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
@@ -183,6 +184,7 @@ class AsyncEngine:
         priority: int = 0,
         tenant: str = "",
         cache_salt: str = "",
+        adapter: str | None = None,
     ) -> AsyncGenerator[RequestOutput]:
         """Yield what is new: each output holds new text and token ids of one sample.
 
@@ -191,8 +193,8 @@ class AsyncEngine:
 
         Closing the iterator or cancelling its reader aborts the request; its blocks are free
         within two steps. `request_id` is for logs; the engine's own ids are unique. `priority`,
-        `tenant` and `cache_salt` are those of `Engine.add_request`. Raises RequestError before
-        the first output, EngineDeadError if the engine dies.
+        `tenant`, `cache_salt` and `adapter` are those of `Engine.add_request`. Raises RequestError
+        before the first output, EngineDeadError if the engine dies.
         """
         engine = self._ready_engine()
         text, token_ids = await self._encode(prompt)
@@ -200,6 +202,7 @@ class AsyncEngine:
             "priority": priority,
             "tenant": tenant,
             "cache_salt": cache_salt,
+            "adapter": adapter,
         }
         engine.check_request(token_ids, params, **standing)
         self._ready_engine()  # it may have ended while a long text was tokenized
@@ -243,6 +246,7 @@ class AsyncEngine:
         priority: int = 0,
         tenant: str = "",
         cache_salt: str = "",
+        adapter: str | None = None,
     ) -> BeamSearchOutput:
         """The most likely continuations of a prompt, as `LLM.beam_search` finds them.
 
@@ -256,6 +260,7 @@ class AsyncEngine:
             "priority": priority,
             "tenant": tenant,
             "cache_salt": cache_salt,
+            "adapter": adapter,
         }
         engine.check_request(token_ids, SamplingParams(max_tokens=params.max_tokens), **standing)
         search = BeamSearch(token_ids, params, eos_token_ids=engine.eos_token_ids)
@@ -279,6 +284,21 @@ class AsyncEngine:
         """The only output of a request for one token."""
         async with contextlib.aclosing(self.generate(token_ids, params, **options)) as outputs:
             return await anext(outputs)
+
+    # -- adapters ---------------------------------------------------------------------------
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """LoRA adapters that requests may name."""
+        return () if self._engine is None else self._engine.adapter_names
+
+    async def load_adapter(self, name: str, directory: str | Path | None = None) -> None:
+        """`Engine.load_adapter`."""
+        await self._call(lambda engine: engine.load_adapter(name, directory))
+
+    async def unload_adapter(self, name: str) -> None:
+        """`Engine.unload_adapter`."""
+        await self._call(lambda engine: engine.unload_adapter(name))
 
     # -- other weights ----------------------------------------------------------------------
 

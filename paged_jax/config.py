@@ -64,6 +64,13 @@ class EngineConfig:
     kv_cache_memory: float | None = _option(
         None, CACHE, "GiB for the KV cache (default: what memory allows; 2 on a CPU)"
     )
+    kv_cache_dtype: str = _option(
+        "auto",
+        CACHE,
+        "of the KV cache; int8 and fp8 have a scale for each token and head; auto is float32 on "
+        "CPU, the model's own elsewhere",
+        choices=("auto", "float32", "bfloat16", "float16", "int8", "fp8"),
+    )
     memory_utilization: float = _option(
         0.9, CACHE, "share of an accelerator's memory that may be used"
     )
@@ -136,7 +143,9 @@ class EngineConfig:
             choices = f.metadata.get("choices")
             value = getattr(self, f.name)
             if choices and value not in choices:
-                raise ConfigError(f"{f.name} must be one of {', '.join(choices)}; got {value!r}")
+                raise ConfigError(
+                    f"{f.name} must be one of {', '.join(map(str, choices))}; got {value!r}"
+                )
         for name in ("block_size", "max_num_seqs", "max_loras", "max_lora_rank"):
             self._require_int(name, 1)
         for name, low in (("max_model_len", 2), ("num_blocks", 2), ("max_num_batched_tokens", 1)):

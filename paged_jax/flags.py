@@ -62,7 +62,7 @@ def _reading(annotation: Any, field: dataclasses.Field) -> dict[str, Any]:
     kinds = _kinds(annotation)
     kind: type
     if "choices" in field.metadata:
-        return {"choices": field.metadata["choices"]}
+        return {"choices": [c for c in field.metadata["choices"] if c is not None]}
     if kinds == {bool}:
         return {"action": argparse.BooleanOptionalAction}
     for several, kind in ((tuple[str, ...], str), (tuple[int, ...], int)):

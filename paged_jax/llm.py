@@ -54,23 +54,25 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         *,
+        adapter: str | None = None,
         use_progress: bool = True,
     ) -> list[RequestOutput]:
         """Answer one prompt or many; results come in the order of the prompts.
 
         A prompt is a string or `{"prompt_token_ids": [...]}`; `sampling_params` is one object for
-        all or one a prompt. Raises RequestError for the first prompt that cannot be served, before
-        any is started.
+        all or one a prompt; `adapter` names a LoRA adapter that `engine.load_adapter` loaded.
+        Raises RequestError for the first prompt that cannot be served, before any is started.
         """
         prompts = _as_list(prompts)
         encoded = [encode_prompt(prompt, self.tokenizer) for prompt in prompts]
-        return self._run(encoded, sampling_params, use_progress)
+        return self._run(encoded, sampling_params, use_progress, adapter)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params = None,
         *,
+        adapter: str | None = None,
         use_progress: bool = True,
         **template: Any,
     ) -> list[RequestOutput]:
@@ -88,7 +90,7 @@ class LLM:
         for conversation in conversations:
             text = self.tokenizer.apply_chat_template(conversation, **template)
             encoded.append((text, self.tokenizer.encode(text, add_special_tokens=False)))
-        return self._run(encoded, sampling_params, use_progress)
+        return self._run(encoded, sampling_params, use_progress, adapter)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
@@ -131,13 +133,17 @@ class LLM:
         encoded: Sequence[tuple[str | None, Sequence[int]]],
         sampling_params: Params,
         use_progress: bool,
+        adapter: str | None = None,
     ) -> list[RequestOutput]:
         params = self._params_of_each(sampling_params, len(encoded))
         for (_, token_ids), one in zip(encoded, params, strict=True):
-            self.engine.check_request(token_ids, one)
+            self.engine.check_request(token_ids, one, adapter=adapter)
         results: dict[str, RequestOutput] = {}
         order: list[str] = []
-        for _, result in self.stream(encoded, params, use_progress=use_progress, order=order):
+        results_of = self.stream(
+            encoded, params, use_progress=use_progress, order=order, adapter=adapter
+        )
+        for _, result in results_of:
             if result.finished:
                 results[result.request_id] = result
         return [results[request_id] for request_id in order]
@@ -149,6 +155,7 @@ class LLM:
         *,
         use_progress: bool = True,
         order: list[str] | None = None,
+        adapter: str | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Yield (index of the prompt, everything so far) whenever a request gained a token.
 
@@ -159,7 +166,8 @@ class LLM:
         progress = self._progress if use_progress else SilentProgress()
         try:
             for i, ((text, token_ids), one) in enumerate(zip(encoded, params, strict=True)):
-                request = self.engine.add_request(f"llm-{self._num_requests}", token_ids, one)
+                name = f"llm-{self._num_requests}"
+                request = self.engine.add_request(name, token_ids, one, adapter=adapter)
                 self._num_requests += 1
                 responses[request.request_id] = (i, Response(request, self.tokenizer, text))
                 if order is not None:

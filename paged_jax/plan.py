@@ -84,11 +84,17 @@ def make_plan(model: ServedModel, config: EngineConfig, device: jax.Device) -> P
         max_num_batched_tokens=batched,
         groups=groups,
         layer_slots=layer_slots,
-        # XLA's CPU scatters into a bfloat16 array by converting all of it.
-        kv_dtype=jnp.dtype("float32") if device.platform == "cpu" else None,
+        kv_dtype=_kv_dtype(config, device),
         buckets=make_buckets(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=batched),
         table_width=-(-max_model_len // config.block_size),
     )
+
+
+def _kv_dtype(config: EngineConfig, device: jax.Device) -> jnp.dtype | None:
+    if config.kv_cache_dtype != "auto":
+        return jnp.dtype({"fp8": "float8_e4m3fn"}.get(config.kv_cache_dtype, config.kv_cache_dtype))
+    # XLA's CPU scatters into a bfloat16 array by converting all of it.
+    return jnp.dtype("float32") if device.platform == "cpu" else None
 
 
 def size_runner(

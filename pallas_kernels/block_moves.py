@@ -19,7 +19,8 @@ def copy_blocks(pool: KVPool, src: Int[Array, " M"], dst: Int[Array, " M"]) -> K
 
 
 def read_blocks(pool: KVPool, ids: Int[Array, " M"]) -> tuple[jax.Array, ...]:
-    """One array `[M, L, ...]` for each of the pool's; NaN where the block does not exist."""
+    """One array `[M, L, ...]` for each of the pool's; NaN where the block does not exist (where
+    the values are bytes, in their scales)."""
     index = _every_layer(pool.spec, ids)
     return tuple(_take(array, index) for array in pool.arrays)
 
@@ -38,7 +39,8 @@ def _every_layer(spec: KVSpec, ids: Int[Array, " M"]) -> Int[Array, "M L"]:
 
 
 def _take(array: jax.Array, index: Int[Array, "M L"]) -> jax.Array:
-    return array.at[index].get(mode="fill", fill_value=jnp.nan)
+    fill = jnp.nan if jnp.issubdtype(array.dtype, jnp.floating) else 0
+    return array.at[index].get(mode="fill", fill_value=fill)
 
 
 def _put(array: jax.Array, index: Int[Array, "M L"], values: jax.Array) -> jax.Array:

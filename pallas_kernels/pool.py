@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 
 MAX_INT32 = 2**31 - 1
 KV_DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")  # with scales; see `quantized_kv`
 
 # Stands for the KV-head axis in a layout's partition specs; callers put their mesh axis there.
 KV_HEADS = "kv_heads"
@@ -51,8 +52,10 @@ class KVPool:
     spec: KVSpec
 
 
-def check_spec(spec: KVSpec) -> KVSpec:
+def check_spec(spec: KVSpec, *, quantized: bool = False) -> KVSpec:
     """Returns the spec with a canonical dtype, or raises `ValueError` naming what is wrong.
+
+    `quantized` says that the back end can take a pool of one byte a value.
 
     Block indices and slots are int32, so `num_layers * num_blocks` and
     `num_blocks * block_size` must fit; the elements of a pool may exceed int32.
@@ -62,8 +65,9 @@ def check_spec(spec: KVSpec) -> KVSpec:
         if not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"KVSpec.{name} must be a positive integer, got {value!r}")
     dtype = jnp.dtype(spec.dtype)
-    if dtype.name not in KV_DTYPES:
-        raise ValueError(f"KVSpec.dtype must be one of {', '.join(KV_DTYPES)}, got {dtype.name}")
+    allowed = KV_DTYPES + QUANTIZED_DTYPES if quantized else KV_DTYPES
+    if dtype.name not in allowed:
+        raise ValueError(f"KVSpec.dtype must be one of {', '.join(allowed)}, got {dtype.name}")
     num_layers, num_blocks, block_size = spec.num_layers, spec.num_blocks, spec.block_size
     if num_layers * num_blocks > MAX_INT32:
         raise ValueError(

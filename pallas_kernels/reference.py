@@ -19,12 +19,14 @@ from pallas_kernels.pool import (
     check_spec,
     zeros_pool,
 )
+from pallas_kernels.quantized_kv import decode, is_quantized, stored, stored_dtype
 from pallas_kernels.scoring import Scoring
 
 
 @dataclass(frozen=True)
 class ReferenceBackend:
-    """Keys and values side by side, token-major: two arrays `[L*N, b, K, D]`."""
+    """Keys and values side by side, token-major: two arrays `[L*N, b, K, D]`; behind them, where
+    they are bytes, their scales `[L*N, b, K]`."""
 
     name: str = "reference"
 
@@ -38,13 +40,20 @@ class ReferenceBackend:
         return None
 
     def layout(self, spec: KVSpec) -> PoolLayout:
-        layers, blocks, block_size, num_kv_heads, head_size, dtype = check_spec(spec)
-        array = jax.ShapeDtypeStruct((layers * blocks, block_size, num_kv_heads, head_size), dtype)
+        spec = check_spec(spec, quantized=True)
+        rows = (spec.num_layers * spec.num_blocks, spec.block_size, spec.num_kv_heads)
+        array = jax.ShapeDtypeStruct((*rows, spec.head_size), stored_dtype(spec.dtype))
         partition = PartitionSpec(None, None, KV_HEADS, None)
-        return PoolLayout((array, array), (partition, partition))
+        if not is_quantized(spec.dtype):
+            return PoolLayout((array, array), (partition, partition))
+        scales = jax.ShapeDtypeStruct(rows, jnp.float32)
+        of_scales = PartitionSpec(None, None, KV_HEADS)
+        return PoolLayout(
+            (array, array, scales, scales), (partition, partition, of_scales, of_scales)
+        )
 
     def init_pool(self, spec: KVSpec) -> KVPool:
-        return zeros_pool(self.layout(spec), check_spec(spec))
+        return zeros_pool(self.layout(spec), check_spec(spec, quantized=True))
 
     def write_kv(
         self,
@@ -59,7 +68,7 @@ class ReferenceBackend:
         offset = slots % pool.spec.block_size
         arrays = tuple(
             array.at[block, offset].set(new.astype(array.dtype), mode="drop")
-            for array, new in zip(pool.arrays, (k, v), strict=True)
+            for array, new in zip(pool.arrays, stored(k, v, pool.spec.dtype), strict=True)
         )
         return KVPool(arrays, pool.spec)
 
@@ -104,12 +113,13 @@ def _gather(
     """All the row's slots in order: keys and values `[B*b, K, D]` in float32, and which exist."""
     spec = pool.spec
     index = block_in_range(spec, layer, block_table)
+    keys, values, *scales = (
+        array.at[index].get(mode="fill", fill_value=0) for array in pool.arrays
+    )
+    if scales:
+        keys, values = decode(keys, scales[0], spec.dtype), decode(values, scales[1], spec.dtype)
     k, v = (
-        array.at[index]
-        .get(mode="fill", fill_value=0)
-        .astype(jnp.float32)
-        .reshape(-1, spec.num_kv_heads, spec.head_size)
-        for array in pool.arrays
+        x.astype(jnp.float32).reshape(-1, spec.num_kv_heads, spec.head_size) for x in (keys, values)
     )
     exists = (block_table > 0) & (index < spec.num_layers * spec.num_blocks)
     return k, v, jnp.repeat(exists, spec.block_size)

@@ -18,13 +18,15 @@ from pallas_kernels.pool import (
     check_spec,
     zeros_pool,
 )
+from pallas_kernels.quantized_kv import is_quantized, stored, stored_dtype
 from pallas_kernels.scoring import Scoring
 from pallas_kernels.xla_attention import attend_decodes, attend_prefills
 
 
 @dataclass(frozen=True)
 class XlaBackend:
-    """Keys and values apart, a block's tokens together for each KV head: `[L*N, K, b, D]` each.
+    """Keys and values apart, a block's tokens together for each KV head: `[L*N, K, b, D]` each;
+    behind them, where they are bytes, their scales `[L*N, K, b]`.
 
     On the CPU give it a float32 pool: XLA's bfloat16 scatter there copies the whole pool.
     """
@@ -41,13 +43,20 @@ class XlaBackend:
         return None
 
     def layout(self, spec: KVSpec) -> PoolLayout:
-        layers, blocks, block_size, num_kv_heads, head_size, dtype = check_spec(spec)
-        array = jax.ShapeDtypeStruct((layers * blocks, num_kv_heads, block_size, head_size), dtype)
+        spec = check_spec(spec, quantized=True)
+        rows = (spec.num_layers * spec.num_blocks, spec.num_kv_heads, spec.block_size)
+        array = jax.ShapeDtypeStruct((*rows, spec.head_size), stored_dtype(spec.dtype))
         partition = PartitionSpec(None, KV_HEADS, None, None)
-        return PoolLayout((array, array), (partition, partition))
+        if not is_quantized(spec.dtype):
+            return PoolLayout((array, array), (partition, partition))
+        scales = jax.ShapeDtypeStruct(rows, jnp.float32)
+        of_scales = PartitionSpec(None, KV_HEADS, None)
+        return PoolLayout(
+            (array, array, scales, scales), (partition, partition, of_scales, of_scales)
+        )
 
     def init_pool(self, spec: KVSpec) -> KVPool:
-        return zeros_pool(self.layout(spec), check_spec(spec))
+        return zeros_pool(self.layout(spec), check_spec(spec, quantized=True))
 
     def write_kv(
         self,
@@ -62,7 +71,7 @@ class XlaBackend:
         offset = slots % pool.spec.block_size
         arrays = tuple(
             array.at[block, :, offset].set(new.astype(array.dtype), mode="drop")
-            for array, new in zip(pool.arrays, (k, v), strict=True)
+            for array, new in zip(pool.arrays, stored(k, v, pool.spec.dtype), strict=True)
         )
         return KVPool(arrays, pool.spec)
 

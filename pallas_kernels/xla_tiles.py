@@ -1,10 +1,12 @@
 """A few queries against their rows' keys: an online softmax over tiles of a few blocks."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.pool import MAX_INT32, KVPool, block_in_range
+from pallas_kernels.quantized_kv import decode
 from pallas_kernels.scoring import Scoring
 
 KV_TILE_LEN = 128  # keys of a row taken together, in whole blocks; measured on CPUs
@@ -49,7 +51,7 @@ def attend_tile(
         seen = jnp.repeat(exists, block_size, axis=1)[:, None] & (key_position <= per_head)
         if scoring.window is not None:
             seen &= key_position > per_head - scoring.window
-        keys, values = (_gather(array, index) for array in pool.arrays)  # [R,K,J,D]
+        keys, values = _keys_and_values(pool, index)  # [R,K,J,D]
         # Zero times NaN is NaN: an unseen slot's value must not meet its zero weight.
         values = jnp.where(seen.any(axis=1)[:, None, :, None], values, 0)
         seen = seen[:, None]  # [R,1,Q*G,J]
@@ -134,13 +136,23 @@ def _tile_blocks(
     return index, exists & (column < table_width)
 
 
-def _gather(array: Float[Array, "N K b D"], index: Int[Array, "R t"]) -> Float[Array, "R K J D"]:
-    """Blocks side by side for each KV head, in float32: one gather, no transpose after it.
+def _keys_and_values(
+    pool: KVPool, index: Int[Array, "R t"]
+) -> tuple[Float[Array, "R K J D"], Float[Array, "R K J D"]]:
+    """Those of these blocks, in float32."""
+    keys, values, *scales = (_gather(array, index) for array in pool.arrays)
+    if not scales:
+        return keys.astype(jnp.float32), values.astype(jnp.float32)
+    dtype = pool.spec.dtype
+    return decode(keys, scales[0], dtype), decode(values, scales[1], dtype)
+
+
+def _gather(array: Shaped[Array, "N K b ..."], index: Int[Array, "R t"]) -> jax.Array:
+    """Blocks side by side for each KV head `[R, K, J, ...]`: one gather, no transpose after it.
 
     For an absent block, some other one.
     """
-    num_rows = index.shape[0]
-    num_kv_heads, _, head_size = array.shape[1:]
+    num_kv_heads = array.shape[1]
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
     tile = array.at[index[:, None], heads].get(mode="clip")
-    return tile.reshape(num_rows, num_kv_heads, -1, head_size).astype(jnp.float32)
+    return tile.reshape(index.shape[0], num_kv_heads, -1, *array.shape[3:])

@@ -15,6 +15,7 @@ async def beam_outputs(
     priority: int,
     tenant: str,
     cache_salt: str,
+    adapter: str | None = None,
 ) -> AsyncGenerator[RequestOutput]:
     """The one output of a search. Closing the generator, or cancelling who reads it, aborts it."""
     found = await engine.beam_search(
@@ -24,6 +25,7 @@ async def beam_outputs(
         priority=priority,
         tenant=tenant,
         cache_salt=cache_salt,
+        adapter=adapter,
     )
     choices = tuple(
         CompletionOutput(index, beam.text, beam.token_ids, beam.finish_reason)

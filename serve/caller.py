@@ -1,11 +1,13 @@
 """Whose request it is: how urgent, at whose expense, and with whom cached prefixes are shared."""
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import Request
 
 from paged_jax import RequestError
-from serve.options import ServeOptions
+from serve.front import Front
 from serve.protocol import EngineRequest
 
 FAIRNESS_HEADER = "x-gateway-inference-fairness-id"
@@ -19,14 +21,23 @@ class Caller:
     priority: int
     tenant: str
     cache_salt: str
+    adapter: str | None  # what the request names as its model, if that is one
+
+    def standing(self) -> dict[str, Any]:
+        """As keywords of the engine's methods."""
+        fields = dataclasses.asdict(self)
+        if self.adapter is None:
+            del fields["adapter"]
+        return fields
 
 
-def caller_of(request: Request, body: EngineRequest, options: ServeOptions) -> Caller:
+def caller_of(request: Request, body: EngineRequest, front: Front) -> Caller:
     """RequestError names a header that is too long, given twice or, for the salt, empty."""
     return Caller(
         priority=body.priority,
         tenant=_header(request, FAIRNESS_HEADER) or body.user or "",
-        cache_salt=_cache_salt(request, body, options.cache_salt_header),
+        cache_salt=_cache_salt(request, body, front.options.cache_salt_header),
+        adapter=body.model if body.model in front.engine.adapter_names else None,
     )
 
 

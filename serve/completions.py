@@ -1,6 +1,5 @@
 """The two endpoints that generate: completions and chat completions."""
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -74,9 +73,9 @@ def _reply(
     body = fields.body
     name = f"{kind}-{_request_id(request, body)}"
     unique_name = f"{name}-{next(front.numbers)}"
-    caller = caller_of(request, body, front.options)
+    caller = caller_of(request, body, front)
     generation = Generation(
-        functools.partial(submit, **dataclasses.asdict(caller)),
+        functools.partial(submit, **caller.standing()),
         front.gate,
         front.metrics,
         prompts,
@@ -88,7 +87,7 @@ def _reply(
         id=name,
         object=form.chunk_object if body.stream else form.object,
         created=int(time.time()),
-        model=front.engine.model_name,
+        model=caller.adapter or front.engine.model_name,
         system_fingerprint=f"paged-jax-{__version__}",
     )
     options = _stream_options(body)

@@ -11,6 +11,13 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from serve import admin, protocol
+from serve.adapters import (
+    AdapterList,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+    load_adapter,
+    unload_adapter,
+)
 from serve.completions import create_chat_completion, create_completion
 from serve.fields import COMPLETION_SAMPLING, NEUTRAL_VALUES, SAMPLING
 from serve.front import Front
@@ -115,6 +122,20 @@ OPERATIONS: tuple[Operation, ...] = (
         POST,
         bodies=(protocol.DetokenizeRequest,),
         answers=protocol.Text,
+    ),
+    Operation(
+        "/v1/load_lora_adapter",
+        load_adapter,
+        POST,
+        bodies=(LoadAdapterRequest,),
+        answers=AdapterList,
+    ),
+    Operation(
+        "/v1/unload_lora_adapter",
+        unload_adapter,
+        POST,
+        bodies=(UnloadAdapterRequest,),
+        answers=AdapterList,
     ),
     Operation("/tokenizer_info", tokenizer_info),
     Operation("/server_info", server_info),

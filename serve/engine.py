@@ -135,6 +135,16 @@ class Engine(Protocol):
     @property
     def model_name(self) -> str: ...
     @property
+    def adapter_names(self) -> Sequence[str]:
+        """LoRA adapters: a request may name one as its model."""
+        ...
+
+    async def load_adapter(self, name: str) -> None:
+        """From the configured folder; PagedJaxError says why not."""
+
+    async def unload_adapter(self, name: str) -> None: ...
+
+    @property
     def max_model_len(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
@@ -161,6 +171,7 @@ class Engine(Protocol):
         priority: int,
         tenant: str,
         cache_salt: str,
+        adapter: str | None = None,
     ) -> OutputStream:
         """Raises RequestError before the first output, EngineDeadError if the engine dies."""
 
@@ -173,6 +184,7 @@ class Engine(Protocol):
         priority: int,
         tenant: str,
         cache_salt: str,
+        adapter: str | None = None,
     ) -> BeamSearchOutput:
         """Raises what `generate` raises. Cancelling it aborts the search."""
 

@@ -59,9 +59,11 @@ class Front:
         return fields
 
     def check_model(self, name: str) -> None:
-        if name != self.engine.model_name:
+        served = (self.engine.model_name, *self.engine.adapter_names)
+        if name not in served:
+            known = " and ".join(map(repr, served))
             raise UnknownModelError(
-                f"The model {name!r} does not exist; {self.engine.model_name!r} is served here",
+                f"The model {name!r} does not exist; {known} is served here",
                 param="model",
                 code="model_not_found",
             )

@@ -188,7 +188,7 @@ class ModelCard(Struct, kw_only=True, frozen=True):
     created: int
     owned_by: str = "paged-jax"
     root: str
-    parent: None = None
+    parent: str | None = None  # of an adapter: the model that it adapts
     max_model_len: int
 
 

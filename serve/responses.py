@@ -1,6 +1,5 @@
 """`/v1/responses`: OpenAI's newer form of a chat, here for text that is not stored."""
 
-import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Mapping
@@ -63,7 +62,7 @@ async def create_response(front: Front, request: Request) -> Reply:
     if body.request_id is not None:
         request_id = rename_request(request, body.request_id)
     name = f"resp_{request_id}"
-    standing = dataclasses.asdict(caller_of(request, body, front.options))
+    standing = caller_of(request, body, front).standing()
     generation = Generation(
         functools.partial(front.engine.generate, params=params, **standing),
         front.gate,

@@ -17,6 +17,7 @@ from paged_jax import (
     BeamSearchOutput,
     BeamSearchParams,
     CompletionOutput,
+    ConfigError,
     EngineDeadError,
     ModelLoadError,
     RequestError,
@@ -106,6 +107,7 @@ class FakeEngine:
     vocab_size: int = VOCAB_SIZE
     step_age_s: float = 0.0
     max_num_seqs: int = 64
+    adapters: Sequence[str] = ()
 
     def __post_init__(self):
         self.settings = {"model": self.model_name}
@@ -114,6 +116,7 @@ class FakeEngine:
         self.running: set[str] = set()
         self.seen: list[tuple[str, tuple[int, ...], SamplingParams | BeamSearchParams]] = []
         self.callers: list[dict[str, Any]] = []
+        self.adapter_names: list[str] = list(self.adapters)
         self.rendered: list[tuple[list[dict], dict]] = []
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.params_version: str | int = 0
@@ -122,6 +125,16 @@ class FakeEngine:
         self.num_tokens = 0
         self.num_starts = 0
         self.num_shutdowns = 0
+
+    async def load_adapter(self, name: str) -> None:
+        if "/" in name:
+            raise ModelLoadError(f"{name!r} is no adapter's name")
+        self.adapter_names.append(name)
+
+    async def unload_adapter(self, name: str) -> None:
+        if name not in self.adapter_names:
+            raise ConfigError(f"no adapter {name!r} is loaded")
+        self.adapter_names.remove(name)
 
     async def start(self) -> None:
         self.num_starts += 1

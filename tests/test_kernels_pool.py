@@ -163,7 +163,7 @@ def test_a83_a_step_over_a_very_large_pool_has_no_wide_index(backend):
         ({"num_blocks": 2**26, "block_size": 32}, "num_blocks=67108864 times block_size=32"),
         ({"num_blocks": 0}, "KVSpec.num_blocks must be a positive integer, got 0"),
         ({"head_size": 64.0}, "KVSpec.head_size must be a positive integer, got 64.0"),
-        ({"dtype": jnp.dtype("int8")}, "KVSpec.dtype must be one of .*, got int8"),
+        ({"dtype": jnp.dtype("uint4")}, "KVSpec.dtype must be one of .*, got uint4"),
     ],
 )
 def test_a83_a_pool_that_cannot_be_indexed_is_refused(backend, change, message):

@@ -46,7 +46,7 @@ def find_adapter(root: Path, name: str) -> Path:
     folders = adapter_folders(root)
     if name not in folders:
         known = ", ".join(folders) or "none"
-        raise ModelLoadError(f"there is no adapter {name!r} in {root}; there are: {known}")
+        raise ModelLoadError(f"there is no adapter {name!r} in lora_dir; there are: {known}")
     return root / name
 
 
@@ -74,7 +74,8 @@ def read_adapter(
         if config.get(key) not in allowed:
             choices = " or ".join(map(repr, allowed))
             raise ModelLoadError(
-                f"{directory / CONFIG}: {key}={config.get(key)!r} is not supported, only {choices}"
+                f"{directory.name}/{CONFIG}: {key}={config.get(key)!r} is not supported, only "
+                f"{choices}"
             )
     file = SafetensorsFile(_inside(directory, WEIGHTS))
     modules = _modules(directory, file)
@@ -83,8 +84,8 @@ def read_adapter(
     if unknown:
         kinds = sorted({name.rpartition(".")[2] for name in known})
         raise ModelLoadError(
-            f"{directory}: the adapter has matrices for {_shortened(unknown)}, where this model "
-            f"takes none; it takes them for {', '.join(kinds)}"
+            f"{directory.name}: the adapter has matrices for {_shortened(unknown)}, where this "
+            f"model takes none; it takes them for {', '.join(kinds)}"
         )
     matrices, largest = {}, 0
     for name in modules:
@@ -93,8 +94,8 @@ def read_adapter(
         rank = _check_shapes(directory, name, down, up, targets[path])
         if rank > max_rank:
             raise ModelLoadError(
-                f"{directory}: rank {rank} of {name} is more than max_lora_rank={max_rank}: start "
-                "the engine with a larger one"
+                f"{directory.name}: rank {rank} of {name} is more than max_lora_rank={max_rank}: "
+                "start the engine with a larger one"
             )
         matrices[path] = (down, up * _scaling(directory, config, name, rank))
         largest = max(largest, rank)
@@ -105,7 +106,7 @@ def _inside(directory: Path, name: str) -> Path:
     """A file of the folder; ModelLoadError if it is a link that leads out of it."""
     path = directory / name
     if path.resolve().parent != directory.resolve():
-        raise ModelLoadError(f"{path} leads out of its folder, to {path.resolve()}")
+        raise ModelLoadError(f"{directory.name}/{name} is a link that leads out of its folder")
     return path
 
 
@@ -157,8 +158,8 @@ def _check_shapes(
     rank = down.shape[0] if down.ndim else 0
     if rank == 0 or down.shape != (rank, shape[1]) or up.shape != (shape[0], rank):
         raise ModelLoadError(
-            f"{directory}: {name} has lora_A {list(down.shape)} and lora_B {list(up.shape)}, the "
-            f"model's matrix {list(shape)} wants [r, {shape[1]}] and [{shape[0]}, r]"
+            f"{directory.name}: {name} has lora_A {list(down.shape)} and lora_B {list(up.shape)}, "
+            f"the model's matrix {list(shape)} wants [r, {shape[1]}] and [{shape[0]}, r]"
         )
     return rank
 
@@ -170,7 +171,7 @@ def _scaling(directory: Path, config: Mapping[str, Any], name: str, rank: int) -
         if name == pattern or name.endswith("." + pattern):
             alpha = own
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ModelLoadError(f"{directory / CONFIG}: lora_alpha={alpha!r} must be a number")
+        raise ModelLoadError(f"{directory.name}/{CONFIG}: lora_alpha={alpha!r} must be a number")
     return np.float32(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
