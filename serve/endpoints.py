@@ -123,20 +123,6 @@ OPERATIONS: tuple[Operation, ...] = (
         bodies=(protocol.DetokenizeRequest,),
         answers=protocol.Text,
     ),
-    Operation(
-        "/v1/load_lora_adapter",
-        load_adapter,
-        POST,
-        bodies=(LoadAdapterRequest,),
-        answers=AdapterList,
-    ),
-    Operation(
-        "/v1/unload_lora_adapter",
-        unload_adapter,
-        POST,
-        bodies=(UnloadAdapterRequest,),
-        answers=AdapterList,
-    ),
     Operation("/tokenizer_info", tokenizer_info),
     Operation("/server_info", server_info),
     Operation("/load", load),
@@ -148,9 +134,11 @@ OPERATIONS: tuple[Operation, ...] = (
 )
 
 
-def _admin(path: str, call: Endpoint, body: type | None = None) -> Operation:
+def _admin(
+    path: str, call: Endpoint, body: type | None = None, answers: Any = protocol.EngineTold
+) -> Operation:
     bodies = () if body is None else (body,)
-    return Operation(path, call, POST, gated=False, bodies=bodies, answers=protocol.EngineTold)
+    return Operation(path, call, POST, gated=False, bodies=bodies, answers=answers)
 
 
 # Not behind the gate: a paused server must hear that it shall go on.
@@ -162,6 +150,8 @@ ADMIN_OPERATIONS: tuple[Operation, ...] = (
     Operation("/weight_info", admin.weight_info, gated=False, answers=protocol.WeightInfo),
     _admin("/sleep", admin.sleep, protocol.SleepRequest),
     _admin("/wake_up", admin.wake_up),
+    _admin("/v1/load_lora_adapter", load_adapter, LoadAdapterRequest, AdapterList),
+    _admin("/v1/unload_lora_adapter", unload_adapter, UnloadAdapterRequest, AdapterList),
 )
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from serve import ServeOptions
 from tests.fake_engine import FakeEngine
 from tests.live_server import live_server
 
@@ -13,7 +14,7 @@ SAY_HI = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def server():
-    with live_server(FakeEngine(adapters=["poet"])) as server:
+    with live_server(FakeEngine(adapters=["poet"]), ServeOptions(enable_admin=True)) as server:
         yield server
 
 
