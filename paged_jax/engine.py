@@ -83,6 +83,7 @@ class EngineStats:
     device's blocks are those of the layers with full attention, where there are some: they are
     what runs out; layers with a sliding window have few of their own.
     `num_swaps` counts sequences, `num_swap_outs`, `num_swap_ins` and `num_copies` blocks.
+    `params_number` counts the updates of the weights; the bytes are those on the device now.
     `steps_by_size` says how many steps computed at most that many tokens.
     """
 
@@ -117,6 +118,9 @@ class EngineStats:
     host_blocks_in_use: int
     host_blocks_cached: int
     compile_cache_hits: int
+    params_number: int
+    weight_bytes: int
+    kv_cache_bytes: int
     steps_by_kind: Mapping[str, int]
     steps_by_size: Mapping[int, int]
 
@@ -238,6 +242,8 @@ class Engine:
         self._step_log = _open_step_log(config, scheduler_config)
         self.runner.allocate()
         self._adapters = self._make_adapters(model)
+        self._weight_bytes = self.runner.num_weight_bytes
+        self._kv_cache_bytes = self.runner.num_pool_bytes
 
         self.params_version: Version = 0
         self._params_number = 0
@@ -820,6 +826,9 @@ class Engine:
             host_blocks_in_use=sum(pool.num_referenced for pool in host_pools),
             host_blocks_cached=sum(pool.num_cached for pool in host_pools),
             compile_cache_hits=self._compile_counter.num_cache_hits,
+            params_number=self._params_number,
+            weight_bytes=self._weight_bytes if self.runner.has_params else 0,
+            kv_cache_bytes=self._kv_cache_bytes if self._asleep is None else 0,
             steps_by_kind=dict(totals.steps_by_kind),
             steps_by_size=totals.steps_by_size,
         )

@@ -219,6 +219,11 @@ class ModelRunner:
             for layout, spec in zip(layouts, self.specs, strict=True)
         )
 
+    @property
+    def num_pool_bytes(self) -> int:
+        """Bytes of the KV cache, all groups together."""
+        return sum(self.backend.layout(spec).num_bytes for spec in self.specs)
+
     def num_temporary_bytes(self, program: Program) -> int:
         analysis = self.compile(program).memory_analysis()
         return 0 if analysis is None else analysis.temp_size_in_bytes

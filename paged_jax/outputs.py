@@ -43,7 +43,7 @@ class RequestOutput:
 
     `LLM` returns the whole; `AsyncEngine.generate` yields what is new, only of the samples that
     have something new. `num_generated_tokens` counts the tokens so far of all samples, with
-    `best_of` also of those that are not returned.
+    `best_of` also of those that are not returned; `queue_s` is how long it waited to run.
     """
 
     request_id: str
@@ -53,3 +53,4 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
+    queue_s: float = 0.0

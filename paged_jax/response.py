@@ -124,6 +124,7 @@ class Response:
             finished=self.finished,
             num_cached_tokens=self.request.num_cached_tokens,
             num_generated_tokens=self._num_generated_tokens,
+            queue_s=self.request.queue_s,
         )
 
     def whole(self) -> RequestOutput:

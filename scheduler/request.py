@@ -28,11 +28,14 @@ class Request:
 
     `stop_token_ids` joins the model's end-of-sequence ids (unless ignored) and the request's own.
     `max_total_tokens` is the length, prompt included, at which a sequence ends. `adapter_id` is
-    what the device knows its adapter by, 0 if it has none.
+    what the device knows its adapter by, 0 if it has none. `came_at` and `began_at` are in seconds
+    of the scheduler's clock: when it was queued, and first ran.
     """
 
     __slots__ = (
         "adapter_id",
+        "began_at",
+        "came_at",
         "max_total_tokens",
         "num_cached_tokens",
         "order_key",
@@ -72,11 +75,18 @@ class Request:
         self.adapter_id = adapter_id
         self.num_cached_tokens = 0
         self.order_key = (0.0, 0)
+        self.came_at = 0.0
+        self.began_at: float | None = None
         self.sequences = [
             Sequence(self, i, derive_seed(seed, i)) for i in range(params.num_samples)
         ]
         for younger in self.sequences[1:]:
             younger.status = Status.FORKING
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds from its arrival to its first step; 0 before that."""
+        return 0.0 if self.began_at is None else self.began_at - self.came_at
 
 
 class Sequence:

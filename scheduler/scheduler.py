@@ -85,6 +85,7 @@ class Scheduler:
         # What neither the model nor the pool can hold is foreseen; the last token is not stored.
         longest = min(self.config.max_model_len, self.config.capacity_tokens + 1)
         request.max_total_tokens = min(request.max_total_tokens, longest)
+        request.came_at = self._clock()
         request.order_key = (self.order.key(request), self._next_arrival)
         self._next_arrival += 1
         self.requests[request.request_id] = request
@@ -497,6 +498,8 @@ class Scheduler:
 
     def _run(self, sequence: Sequence, step: _Step) -> None:
         """Give a sequence a row, and its place among the running."""
+        if sequence.request.began_at is None:
+            sequence.request.began_at = self._clock()
         self.rows.lend(sequence)
         step.started.append(sequence)
         sequence.status = Status.RUNNING

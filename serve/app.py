@@ -78,7 +78,7 @@ def _routes(front: Front) -> list[BaseRoute]:
 def _middleware(front: Front) -> list[Middleware]:
     """The outermost first. None of it is a BaseHTTPMiddleware: that kind hides disconnects."""
     options = front.options
-    stack = [Middleware(RequestIds)]
+    stack = [Middleware(RequestIds, responses=front.metrics.responses)]
     if options.root_path:
         stack.append(Middleware(RootPath, root_path=options.root_path))
     if options.cors_origin:  # before the keys: a browser asks for leave without one

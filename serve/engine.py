@@ -45,6 +45,10 @@ class Output(Protocol):
     def num_generated_tokens(self) -> int:
         """Tokens so far of all samples, also of those that are not returned."""
 
+    @property
+    def queue_s(self) -> float:
+        """Seconds that the request waited in the engine until it first ran."""
+
 
 class Stats(Protocol):
     """The engine as an operator sees it: counts since the start, and how full it is now."""
@@ -85,6 +89,12 @@ class Stats(Protocol):
     def late_compiles(self) -> int: ...
     @property
     def compile_cache_hits(self) -> int: ...
+    @property
+    def params_number(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def kv_cache_bytes(self) -> int: ...
     @property
     def blocks_in_use(self) -> int: ...
     @property

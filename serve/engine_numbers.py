@@ -94,6 +94,13 @@ def _gauges(stats: Stats, labels: Mapping[str, str], prefix: str) -> Iterator[Me
             "state",
         ),
         _Row(
+            f"{OWN_PREFIX}:hbm_bytes",
+            "Bytes on the device, without what a step needs for itself.",
+            {"weights": stats.weight_bytes, "kv_cache": stats.kv_cache_bytes},
+            "kind",
+        ),
+        _Row(f"{OWN_PREFIX}:params_version", "Updates of the weights.", stats.params_number),
+        _Row(
             f"{OWN_PREFIX}:host_kv_blocks",
             "Blocks of host memory, for swapped sequences and evicted prefixes.",
             _blocks(stats.num_host_blocks, stats.host_blocks_in_use, stats.host_blocks_cached),

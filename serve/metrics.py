@@ -43,6 +43,10 @@ class Series(NamedTuple):
     inter_token_latency: Histogram
     time_per_output_token: Histogram
     e2e_latency: Histogram
+    queue_time: Histogram
+    prefill_time: Histogram
+    decode_time: Histogram
+    inference_time: Histogram
     prompt_tokens: Histogram
     generation_tokens: Histogram
     max_num_generation_tokens: Histogram
@@ -62,6 +66,12 @@ class Metrics:
         self.unknown_fields = Counter(
             f"{OWN_PREFIX}:unknown_fields",
             "Request fields that nobody knew and that were left aside.",
+            registry=self._registry,
+        )
+        self.responses = Counter(
+            f"{OWN_PREFIX}:responses",
+            "HTTP responses by their status; probes and scrapes among them.",
+            ["status"],
             registry=self._registry,
         )
         self._registry.register(EngineNumbers(engine, gate, prefix))
@@ -107,6 +117,10 @@ class Metrics:
                 BETWEEN_TOKENS_S,
             ),
             histogram("e2e_request_latency_seconds", "Arrival to last token.", WHOLE_REQUEST_S),
+            histogram("request_queue_time_seconds", "Until it first ran.", WHOLE_REQUEST_S),
+            histogram("request_prefill_time_seconds", "From there to a token.", WHOLE_REQUEST_S),
+            histogram("request_decode_time_seconds", "First to last token.", WHOLE_REQUEST_S),
+            histogram("request_inference_time_seconds", "Since it first ran.", WHOLE_REQUEST_S),
             histogram("request_prompt_tokens", "Prompt tokens of a request.", NUM_TOKENS),
             histogram(
                 "request_generation_tokens", "Output tokens of all samples together.", NUM_TOKENS
@@ -157,10 +171,14 @@ class Watch:
         self._num_open = params.n
         self._num_tokens = 0
         self._paces: defaultdict[int, _Pace] = defaultdict(_Pace)
+        self._submitted = time.perf_counter()
+        self._queue_s = 0.0
+        self._first: float | None = None  # when a token first came
 
     def saw(self, output: Output) -> None:
         now = time.perf_counter()
-        if output.num_generated_tokens and not self._num_tokens:
+        if output.num_generated_tokens and self._first is None:
+            self._first, self._queue_s = now, output.queue_s
             self._series.time_to_first_token.observe(now - self._arrived)
         self._num_tokens = output.num_generated_tokens
         for choice in output.outputs:
@@ -186,6 +204,12 @@ class Watch:
     def _completed(self, now: float) -> None:
         series = self._series
         series.e2e_latency.observe(now - self._arrived)
+        if self._first is not None:
+            began = self._submitted + self._queue_s
+            series.queue_time.observe(self._queue_s)
+            series.prefill_time.observe(max(0.0, self._first - began))
+            series.decode_time.observe(now - self._first)
+            series.inference_time.observe(max(0.0, now - began))
         series.prompt_tokens.observe(self._num_prompt_tokens)
         series.generation_tokens.observe(self._num_tokens)
         series.max_num_generation_tokens.observe(max(p.num_tokens for p in self._paces.values()))

@@ -5,6 +5,7 @@ import uuid
 from collections.abc import MutableMapping
 from typing import Any
 
+from prometheus_client import Counter
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,13 +32,14 @@ def check_request_id(request_id: str, param: str) -> str:
 
 
 class RequestIds:
-    """Pure ASGI middleware: keeps the id in `scope["state"]` and echoes it.
+    """Pure ASGI middleware: keeps the id in `scope["state"]`, echoes it, and counts by status.
 
     An endpoint that finds an id in the request's body calls `rename_request`.
     """
 
-    def __init__(self, app: ASGIApp):
+    def __init__(self, app: ASGIApp, responses: Counter):
         self.app = app
+        self._responses = responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,6 +51,7 @@ class RequestIds:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[HEADER] = state["request_id"]
+                self._responses.labels(status=str(message["status"])).inc()
             await send(message)
 
         given = Headers(scope=scope).get(HEADER)

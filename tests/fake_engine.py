@@ -66,6 +66,9 @@ class FakeStats:
     compile_s: float = 1.5
     late_compiles: int = 0
     compile_cache_hits: int = 4
+    params_number: int = 2
+    weight_bytes: int = 1000
+    kv_cache_bytes: int = 3000
     blocks_in_use: int = 10
     blocks_cached: int = 20
     num_host_blocks: int = 50
@@ -108,6 +111,7 @@ class FakeEngine:
     step_age_s: float = 0.0
     max_num_seqs: int = 64
     adapters: Sequence[str] = ()
+    queue_s: float = 0.0  # that every request claims to have waited
 
     def __post_init__(self):
         self.settings = {"model": self.model_name}
@@ -188,6 +192,7 @@ class FakeEngine:
                     finished=False,
                     num_cached_tokens=1,
                     num_generated_tokens=num_tokens,
+                    queue_s=self.queue_s,
                 )
             if params.num_samples > params.n:
                 best = (

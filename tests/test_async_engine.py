@@ -206,6 +206,17 @@ async def test_many_at_once_get_their_own(engine):
     assert [one.token_ids() for one in told] == want
 
 
+async def test_a_request_tells_how_long_it_waited_to_run(engine, steps):
+    steps.delay_s = 0.002
+    async with serving(engine) as served:
+        readers = [asyncio.create_task(read(served, [i + 5], GREEDY)) for i in range(5)]
+        told = await asyncio.gather(*readers)
+    waits = [{output.queue_s for output in one.outputs} for one in told]
+    assert all(len(wait) == 1 for wait in waits)
+    first, *_, last = sorted(min(wait) for wait in waits)
+    assert 0 <= first < 29 * steps.delay_s <= last  # there are rows for four
+
+
 async def test_a26_requests_of_one_name_are_two_requests(engine):
     prompts = ("first", "second one")
     want = [alone(engine, prompt, GREEDY)[0] for prompt in prompts]

@@ -90,6 +90,14 @@ def test_times_and_sizes_of_a_finished_request(streamed):
         whole = server.metric("vllm:e2e_request_latency_seconds_sum")
         assert first + rest == pytest.approx(whole, abs=1e-3)
         assert server.metric("vllm:request_prompt_tokens_sum") == 3
+        assert server.metric("vllm:request_decode_time_seconds_sum") == pytest.approx(
+            rest, abs=1e-3
+        )
+        prefill = server.metric("vllm:request_prefill_time_seconds_sum")
+        inference = server.metric("vllm:request_inference_time_seconds_sum")
+        assert 0.1 <= prefill <= first
+        assert prefill + rest == pytest.approx(inference, abs=1e-3)
+        assert server.metric("vllm:request_queue_time_seconds_sum") == 0
         assert server.metric("vllm:request_generation_tokens_sum") == 4
         assert server.metric("vllm:request_params_max_tokens_sum") == 4
         assert server.metric("vllm:request_params_n_sum") == 1
@@ -189,3 +197,27 @@ def test_scraping_while_tokens_flow():
         thread.join()
         assert totals == sorted(totals)
         assert server.metric("vllm:generation_tokens_total") == 200
+
+
+def test_time_in_the_queue_is_no_time_of_work():
+    with live_server(FakeEngine(delay_s=0.02, prefill_s=0.2, queue_s=0.15)) as server:
+        complete(server)
+        assert server.metric("vllm:request_queue_time_seconds_sum") == pytest.approx(0.15)
+        prefill = server.metric("vllm:request_prefill_time_seconds_sum")
+        first = server.metric("vllm:time_to_first_token_seconds_sum")
+        assert 0.05 <= prefill <= first - 0.15
+        decode = server.metric("vllm:request_decode_time_seconds_sum")
+        inference = server.metric("vllm:request_inference_time_seconds_sum")
+        assert inference == pytest.approx(prefill + decode, abs=1e-3)
+
+
+def test_memory_weights_and_responses():
+    with live_server(FakeEngine()) as server:
+        assert server.metric("paged_jax:hbm_bytes", kind="weights") == 1000
+        assert server.metric("paged_jax:hbm_bytes", kind="kv_cache") == 3000
+        assert server.metric("paged_jax:params_version") == 2
+        complete(server)
+        complete(server, n=-1)
+        found = server.scrape()
+        for status, at_least in (("200", 1), ("400", 1)):
+            assert found["paged_jax:responses_total", frozenset({("status", status)})] >= at_least
