@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     )
     from paged_jax.llm import LLM
     from paged_jax.outputs import CompletionOutput, RequestOutput, TokenLogprob
-    from scheduler import SamplingParams
+    from scheduler import SamplingParams, StructuredOutputs
 
 _HOMES = {
     "AsyncEngine": "paged_jax.async_engine",
@@ -76,6 +76,7 @@ _HOMES = {
     "RequestError": "paged_jax.errors",
     "RequestOutput": "paged_jax.outputs",
     "SamplingParams": "scheduler",
+    "StructuredOutputs": "scheduler",
     "TokenLogprob": "paged_jax.outputs",
 }
 
@@ -97,6 +98,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "TokenLogprob",
     "__version__",
 ]

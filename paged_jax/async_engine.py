@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from paged_jax.asked import Prepared
 from paged_jax.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from paged_jax.config import EngineConfig
 from paged_jax.engine import Drain, Engine, EngineStats, Version, Weights
@@ -37,6 +38,7 @@ Event = Request | SequenceUpdate | Exception  # the request itself when the engi
 Events = asyncio.Queue[Event]
 
 JOIN_S = 10.0  # a step that hangs must not keep the process from ending
+COMPILE_S = 5.0  # a grammar's limits let it take less, unless the machine is busy
 LONG_TEXT = 4096  # characters; tokenizing more than this would hold up the other streams
 
 
@@ -205,11 +207,13 @@ class AsyncEngine:
             "adapter": adapter,
         }
         engine.check_request(token_ids, params, **standing)
+        prepared = await self._prepare(engine, params)
         self._ready_engine()  # it may have ended while a long text was tokenized
         number = next(self._request_numbers)
         engine_id = f"{request_id or 'request'}#{number}"
         events: Events = asyncio.Queue()
         self._streams[engine_id] = events
+        standing["prepared"] = prepared
         self._inbox.put(lambda engine: self._submit(engine, engine_id, token_ids, params, standing))
         response = None
         try:
@@ -362,6 +366,18 @@ class AsyncEngine:
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             return await asyncio.to_thread(encode_prompt, prompt, self.tokenizer)
         return encode_prompt(prompt, self.tokenizer)
+
+    async def _prepare(self, engine: Engine, params: SamplingParams) -> Prepared:
+        """Compile what the parameters ask for, beside the event loop; bounded in time."""
+        if params.structured_outputs is None and not params.bad_words:
+            return Prepared()
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(engine.prepare, params), COMPILE_S)
+        except TimeoutError:
+            raise RequestError(
+                f"structured_outputs took longer than {COMPILE_S:g} s to compile",
+                param="structured_outputs",
+            ) from None
 
     def _submit(
         self,

@@ -15,7 +15,8 @@ class Detokenizer:
     What `push` and `finish` return, joined, is `text`, and does not depend on how the tokens are
     divided over the calls. Text that could be the beginning of a stop string is held back until
     that is decided; nothing of a stop string is ever returned, unless the parameters include it.
-    After a stop string everything is dropped. `prompt_token_ids` are the tokens before the first.
+    Stop strings are looked for behind the first `min_tokens` tokens. After one everything is
+    dropped. `prompt_token_ids` are the tokens before the first.
     """
 
     def __init__(
@@ -26,6 +27,7 @@ class Detokenizer:
         )
         self._stops = StopStrings(params.stop) if params.stop else None
         self._includes_stop = params.include_stop_str_in_output
+        self._num_before_stops = params.min_tokens
         self._held = ""
         self._shown: list[str] = []
         self._stop_reason: str | None = None
@@ -45,7 +47,13 @@ class Detokenizer:
         """The text that is safe to show after these tokens."""
         if self._stop_reason is not None:
             return ""
-        return self._show(self._stream.push(token_ids))
+        num_free = min(self._num_before_stops, len(token_ids))
+        if not num_free:
+            return self._show(self._stream.push(token_ids))
+        self._num_before_stops -= num_free
+        free = self._stream.push(token_ids[:num_free])
+        self._shown.append(free)
+        return free + self._show(self._stream.push(token_ids[num_free:]))
 
     def finish(self) -> str:
         """The text that was still held back: no more tokens come."""

@@ -5,11 +5,13 @@
 Text is not its business: `LLM` and `AsyncEngine` put a tokenizer in front of it.
 """
 
+import contextlib
 import dataclasses
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, get_args
@@ -19,11 +21,13 @@ import numpy as np
 from flax import linen, nnx
 
 from paged_jax.adapters import Adapters, adapter_targets, with_adapter_slots
+from paged_jax.asked import Asked, Prepared, needs_full_sampler, prepare, wants_of
 from paged_jax.compile_cache import use_compile_cache
 from paged_jax.compile_log import CompileCounter
 from paged_jax.config import EngineConfig, config_of
 from paged_jax.errors import ConfigError, ModelLoadError, RequestError
 from paged_jax.generation_config import read_generation_config
+from paged_jax.grammar import Grammars
 from paged_jax.hub import resolve_model
 from paged_jax.model_runner import StepResult, StepSizes
 from paged_jax.models import (
@@ -40,6 +44,7 @@ from paged_jax.outputs import TokenLogprob
 from paged_jax.params import cast_floats, own_copy
 from paged_jax.plan import choose_dtype, make_plan, size_runner
 from paged_jax.progress import ConsoleProgress, Progress
+from paged_jax.prompt_scores import ScoredTokens, take_scores
 from paged_jax.salts import resalted, salt_of
 from paged_jax.sampling import Logprobs
 from paged_jax.sharding import choose_device
@@ -73,6 +78,11 @@ Version = int | str
 Drain = Literal["wait", "keep", "abort"]
 Weights = Literal["keep", "host", "drop"]
 IDLE_S = 0.001
+MAX_FAILED_STEPS = 3  # in a row; then the engine is dead
+
+
+class _StepFailedError(Exception):
+    """The device gave an error; what was donated to the step is lost."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +133,7 @@ class EngineStats:
     kv_cache_bytes: int
     steps_by_kind: Mapping[str, int]
     steps_by_size: Mapping[int, int]
+    num_failed_steps: int
 
     @classmethod
     def empty(cls, config: EngineConfig) -> Self:
@@ -151,6 +162,8 @@ class _Pending(NamedTuple):
     result: StepResult | None
     record: StepRecord
     host_s: float
+    scored: ScoredTokens | None
+    scores: Sequence[Logprobs]
 
 
 class Asleep(NamedTuple):
@@ -173,6 +186,8 @@ class Engine:
     `eos_token_ids` end a sequence unless the request ignores them; `order` replaces the configured
     scheduling policy by one's own; `logits`, `num_layers`, `max_position` and `uses_positions` are
     those of `paged_jax.models.from_function`.
+    A step that the device fails is done over, from the tokens that are known; the third failure in
+    a row is raised.
     Raises ConfigError when the configuration does not fit the model or the device, ModelLoadError
     when the model is of another form than the contract.
     """
@@ -252,6 +267,11 @@ class Engine:
         self._lag = 1 if config.overlap else 0
         self._pending: deque[_Pending] = deque()
         self._finished_at_birth: list[SequenceUpdate] = []
+        self._asked = Asked(model.vocab_size)
+        self._grammars: Grammars | None = None
+        self._grammars_lock = threading.Lock()
+        self._num_failed_steps = 0
+        self._num_failed_in_a_row = 0
         self._totals = StepTotals()
         self.records: deque[StepRecord] = deque(maxlen=NUM_RECORDS)
         self._num_requests = 0
@@ -416,6 +436,24 @@ class Engine:
             self._check_token_id(token_id, "prompt")
         for token_id in params.stop_token_ids:
             self._check_token_id(token_id, "stop_token_ids")
+        for token_id in params.allowed_token_ids or ():
+            self._check_token_id(token_id, "allowed_token_ids")
+        for token_id, _ in params.biases:
+            self._check_token_id(token_id, "logit_bias")
+
+    def prepare(self, params: SamplingParams) -> Prepared:
+        """Compile what a request's parameters ask for; takes up to seconds. Any thread.
+
+        RequestError names the field that cannot be used.
+        """
+        wants_form = params.structured_outputs is not None
+        return prepare(params, self.tokenizer, self._grammar_compiler() if wants_form else None)
+
+    def _grammar_compiler(self) -> Grammars:
+        with self._grammars_lock:
+            if self._grammars is None:
+                self._grammars = Grammars.of(self.tokenizer, self.vocab_size, self.eos_token_ids)
+            return self._grammars
 
     def _check_priority(self, priority: Any) -> None:
         if isinstance(priority, bool) or not isinstance(priority, int):
@@ -459,12 +497,14 @@ class Engine:
         tenant: str = "",
         cache_salt: str = "",
         adapter: str | None = None,
+        prepared: Prepared | None = None,
     ) -> Request:
         """Queue a request; RequestError if it can never be served or its id is in use.
 
         Lower `priority` goes first; only the policy `priority` takes another one than 0. `tenant`
         is who shares fairly with others. Only requests of the same `cache_salt` share cached
-        prefixes. `adapter` names a LoRA adapter that is loaded.
+        prefixes. `adapter` names a LoRA adapter that is loaded. `prepared` is what `prepare` gave
+        for the parameters, where it was called before.
         """
         self.check_request(
             prompt_token_ids,
@@ -477,6 +517,7 @@ class Engine:
         self._check_id_is_free(request_id)
         if self._asleep is not None:
             raise RequestError("the engine is asleep: wake() it first", code="asleep")
+        prepared = self.prepare(params) if prepared is None else prepared
         self._num_requests += 1
         loaded = None if adapter is None else self._adapters.find(adapter)
         request = Request(
@@ -491,13 +532,14 @@ class Engine:
             salt=salt_of(self._params_number, loaded and loaded.key, cache_salt),
             adapter_id=loaded.slot_id if loaded else 0,
         )
-        if params.max_tokens == 0:
+        if params.max_tokens == 0 and params.prompt_logprobs is None:
             self._finished_at_birth += [
                 SequenceUpdate(s, None, FinishReason.LENGTH) for s in request.sequences
             ]
         else:
             self._now = time.monotonic()
             self.scheduler.add(request)
+            self._asked.add(request, prepared)
             if self._step_log is not None:
                 self._step_log.add(request, self._now)
         self._num_prompt_tokens += len(prompt_token_ids)
@@ -516,11 +558,14 @@ class Engine:
         return derive_seed(self.config.seed, self._num_requests)
 
     def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Length at which a sequence ends. The last token is sampled but never stored."""
+        """Length at which a sequence ends. The last token is sampled but never stored.
+
+        Where only the prompt's scores are wanted, a token is drawn all the same, and dropped.
+        """
         limit = min(self.max_model_len, self.scheduler.config.capacity_tokens + 1)
         if params.max_tokens is not None:
             limit = min(limit, num_prompt_tokens + params.max_tokens)
-        return limit
+        return max(limit, num_prompt_tokens + 1)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its samples, in whatever state it is; no more is heard of it."""
@@ -542,29 +587,52 @@ class Engine:
     def step(self) -> list[SequenceUpdate]:
         """Run one step; what became known by it, which may be of the step before."""
         updates, self._finished_at_birth = self._finished_at_birth, []
+        try:
+            self._step(updates)
+        except _StepFailedError as failed:
+            self._num_failed_steps += 1
+            self._num_failed_in_a_row += 1
+            if self._num_failed_in_a_row >= MAX_FAILED_STEPS:
+                raise
+            logger.error("a step failed and is done over", exc_info=failed.__cause__)
+            self._start_over()
+        self._asked.keep_only(self.scheduler.requests)
+        self._last_stats = self._make_stats()
+        return updates
+
+    def _step(self, updates: list[SequenceUpdate]) -> None:
+        """Adds to `updates` as soon as something is known, so that a failure loses nothing."""
         began = time.perf_counter()
         self._now = time.monotonic()
         output = self.scheduler.schedule()
         if self._step_log is not None:
             self._step_log.step(output, self._now)
         if not output.is_empty:
-            self._pending.append(self._dispatch(output, began))
+            self._pending.append(self._dispatch(output, began, updates))
         if len(self._pending) > self._lag or (output.is_empty and self._pending):
             updates += self._update()
         elif output.is_empty and not updates:
             time.sleep(IDLE_S)  # a static batch is waiting to fill
-        self._last_stats = self._make_stats()
-        return updates
 
-    def _dispatch(self, output: SchedulerOutput, began: float) -> _Pending:
+    def _start_over(self) -> None:
+        """After a failed step the pool is gone, and with it every step in flight."""
+        self._pending.clear()
+        self._recompute_all()
+        self.runner.allocate()
+
+    def _dispatch(
+        self, output: SchedulerOutput, began: float, updates: list[SequenceUpdate]
+    ) -> _Pending:
         num_decodes = len(output.decodes)
         if num_decodes and self.config.batching == "static":
             num_decodes = max(num_decodes, output.num_slots_held)  # ended members still compute
+        scored = self._asked.scored(output)
         sizes = self.runner.sizes(
             num_decodes,
             output.num_chunk_tokens,
             len(output.samples),
-            full=any(_needs_full(sampled.sequence.request.params) for sampled in output.samples),
+            full=any(needs_full_sampler(s.sequence.request.params) for s in output.samples),
+            score=scored is not None,
         )
         batch = make_batch(
             output,
@@ -576,30 +644,51 @@ class Engine:
             num_sample_rows=sizes.samples,
         )
         self._compile_missing(output, sizes)
-        self.runner.move_blocks(output.moves)
-        for sequence in output.started:
-            if sequence.request.params.has_penalties:
-                self.runner.count_tokens(
-                    sequence.row, sequence.token_ids, sequence.num_prompt_tokens
-                )
-        result = self.runner.execute(batch, sizes) if output.num_tokens else None
+        result, scores = None, []
+        with _device_work():
+            self.runner.move_blocks(output.moves)
+            self._count_tokens(output)
+            if output.num_tokens:
+                hidden = self.runner.forward(batch, sizes)
+        if output.num_tokens:
+            if self._pending and _awaits_a_token(output):
+                updates += self._update()  # while the device is at the backbone
+            edits = self._asked.edits(output, sizes.samples) if sizes.full else None
+            wants = wants_of(output, sizes.samples) if sizes.full else None
+            with _device_work():
+                result = self.runner.draw(hidden, batch, sizes, edits, wants)
+                if scored is not None:
+                    scores = self.runner.score(hidden, scored.places, scored.targets)
         record = record_step(
             self.scheduler,
             output,
             num_padded_tokens=sizes.decodes + sizes.chunk_tokens - output.num_tokens,
         )
-        return _Pending(output, result, record, time.perf_counter() - began)
+        host_s = time.perf_counter() - began
+        return _Pending(output, result, record, host_s, scored, scores)
+
+    def _count_tokens(self, output: SchedulerOutput) -> None:
+        for sequence in output.started:
+            if sequence.request.params.has_penalties:
+                self.runner.count_tokens(
+                    sequence.row, sequence.token_ids, sequence.num_prompt_tokens
+                )
 
     def _update(self) -> list[SequenceUpdate]:
-        output, result, record, host_s = self._pending.popleft()
+        output, result, record, host_s, scored, scores = self._pending.popleft()
         began = time.perf_counter()
         count = len(output.samples)
-        sampled = [] if result is None else np.asarray(result.tokens)[:count].tolist()
+        with _device_work():
+            sampled = [] if result is None else np.asarray(result.tokens)[:count].tolist()
+            if scored is not None:
+                take_scores(scored, scores, self._asked.scores)
+        self._num_failed_in_a_row = 0
         waited = time.perf_counter()
         updates = self.scheduler.update(output, sampled)
         self._forget_what_is_not_finite(updates)
         if result is not None and result.logprobs is not None:
             updates = _with_logprobs(updates, output, result.logprobs)
+        updates = [self._with_scores(update) for update in updates]
         self._num_generation_tokens += sum(u.token_id is not None for u in updates)
         host_s += time.perf_counter() - waited
         record = dataclasses.replace(record, host_s=host_s, device_s=waited - began)
@@ -609,16 +698,38 @@ class Engine:
             self._step_log.update(output, sampled, record)
         return updates
 
+    def _with_scores(self, update: SequenceUpdate) -> SequenceUpdate:
+        """Add the prompt's scores to the first sample's first update; drop a token nobody wants."""
+        request = update.sequence.request
+        failed = update.finish_reason is FinishReason.ERROR
+        if update.sequence.index == 0 and not failed:
+            scores = self._asked.scores.pop(request.request_id, None)
+            if scores is not None:
+                update = update._replace(prompt_logprobs=scores.entries())
+        if request.params.max_tokens == 0 and not failed:
+            return SequenceUpdate(
+                update.sequence,
+                None,
+                FinishReason.LENGTH,
+                prompt_logprobs=update.prompt_logprobs,
+            )
+        return update
+
     def _forget_what_is_not_finite(self, updates: Sequence[SequenceUpdate]) -> None:
         """After an `error`, no cached block is found again: the NaN may lie in any of those that
         the sequence read, and every later request with that prefix would end the same way."""
         for update in updates:
-            if update.finish_reason is FinishReason.ERROR:
-                logger.warning(
-                    "request %s ended: its logits are not finite; cached prefixes are forgotten",
-                    update.sequence.request.request_id,
-                )
-                self.scheduler.forget_prefixes()
+            if update.finish_reason is not FinishReason.ERROR:
+                continue
+            request_id = update.sequence.request.request_id
+            if self._asked.failed(request_id):
+                logger.warning("request %s ended: its grammar is too hard to follow", request_id)
+                continue
+            logger.warning(
+                "request %s ended: its logits are not finite; cached prefixes are forgotten",
+                request_id,
+            )
+            self.scheduler.forget_prefixes()
 
     # -- compiling --------------------------------------------------------------------------
 
@@ -630,6 +741,9 @@ class Engine:
         """
         if self.config.warmup != "full":
             return
+        if self.tokenizer is not None and self.eos_token_ids:
+            with contextlib.suppress(RequestError):  # whoever asks for structure hears of it
+                self._grammar_compiler()
         programs = list(self.runner.programs())
         began = time.perf_counter()
         with self._progress.track("compiling", len(programs), unit="programs") as advance:
@@ -831,6 +945,7 @@ class Engine:
             kv_cache_bytes=self._kv_cache_bytes if self._asleep is None else 0,
             steps_by_kind=dict(totals.steps_by_kind),
             steps_by_size=totals.steps_by_size,
+            num_failed_steps=self._num_failed_steps,
         )
 
     def close(self) -> None:
@@ -854,9 +969,21 @@ def _check_text(param: str, text: Any) -> None:
         raise RequestError(f"{param} holds half a surrogate pair", param=param) from None
 
 
-def _needs_full(params: SamplingParams) -> bool:
-    """Whether the plain sampler does not do for this request."""
-    return params.needs_logprobs or params.has_penalties
+@contextlib.contextmanager
+def _device_work() -> Iterator[None]:
+    """Whatever fails in here fails the step, and not more."""
+    try:
+        yield
+    except Exception as error:
+        raise _StepFailedError(f"{type(error).__name__}: {error}") from error
+
+
+def _awaits_a_token(output: SchedulerOutput) -> bool:
+    """Whether what a row may draw depends on a token that is not known to the host yet."""
+    return any(
+        s.sequence.num_in_flight > 1 and s.sequence.request.params.masks_by_output
+        for s in output.samples
+    )
 
 
 def _with_logprobs(
@@ -870,7 +997,8 @@ def _with_logprobs(
         params = update.sequence.request.params
         if params.needs_logprobs and update.token_id is not None:
             i, n = row_of[update.sequence], params.logprobs or 0
-            best = dict(zip(top_ids[i, :n].tolist(), top[i, :n].tolist(), strict=True))
+            pairs = zip(top_ids[i, :n].tolist(), top[i, :n].tolist(), strict=True)
+            best = {token_id: value for token_id, value in pairs if value > -np.inf}
             entry = TokenLogprob(update.token_id, float(chosen[i]), best)
             update = update._replace(logprobs=entry)
         added.append(update)

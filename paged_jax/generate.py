@@ -60,7 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     # --seed is the engine's: each request derives its own from it.
     shown = {**DEFAULTS, **RECOMMENDED}
-    add_flags(parser, SamplingParams, group="Sampling", leave_out={"seed"}, defaults=shown)
+    add_flags(
+        parser,
+        SamplingParams,
+        group="Sampling",
+        leave_out={"seed", "logit_bias", "structured_outputs"},
+        defaults=shown,
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

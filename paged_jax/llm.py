@@ -165,9 +165,12 @@ class LLM:
         responses: dict[str, tuple[int, Response]] = {}
         progress = self._progress if use_progress else SilentProgress()
         try:
+            prepared = [self.engine.prepare(one) for one in params]
             for i, ((text, token_ids), one) in enumerate(zip(encoded, params, strict=True)):
                 name = f"llm-{self._num_requests}"
-                request = self.engine.add_request(name, token_ids, one, adapter=adapter)
+                request = self.engine.add_request(
+                    name, token_ids, one, adapter=adapter, prepared=prepared[i]
+                )
                 self._num_requests += 1
                 responses[request.request_id] = (i, Response(request, self.tokenizer, text))
                 if order is not None:

@@ -1,10 +1,11 @@
 """The device side of a step: parameters, KV cache and the compiled programs.
 
-    execute(batch, programs) -> tokens    copy blocks, backbone, sampler; all without waiting
+    forward(batch, sizes) -> hidden              the backbone, without waiting
+    draw(hidden, batch, sizes, edits) -> tokens  the sampler, without waiting
 
 Two programs make a step, so that their sizes add instead of multiplying: the backbone, by padded
 decode rows and chunk tokens (D, C), gives the hidden states of the rows that sample; the sampler,
-by rows R, makes logits and tokens of them.
+by rows R, makes logits and tokens of them. A third one, of one size, scores prompts.
 """
 
 import concurrent.futures
@@ -17,19 +18,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh
 
 from paged_jax.attention import PagedAttend
 from paged_jax.host_blocks import PARCEL_SIZES, HostBlocks, Parcel, split_into_parcels
+from paged_jax.logit_edits import LogitEdits, add_biases, mask_tokens, no_edits
 from paged_jax.lora import Adapter, LoraWeight, fill_slot, with_adapter_ids
 from paged_jax.models import ServedModel
 from paged_jax.params import leaves_like, place
 from paged_jax.penalties import TokenCounts, add_tokens, count_row, penalize
-from paged_jax.sampling import Logprobs, logprobs_of, sample
+from paged_jax.sampling import Logprobs, draw, logprobs_of, sample
 from paged_jax.sharding import on_host, replicated
 from paged_jax.weights import is_weight
 from pallas_kernels import Backend, KVPool, KVSpec, copy_blocks, read_blocks, write_blocks
 from scheduler import (
+    MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     AttentionMetadata,
     Batch,
@@ -40,9 +44,10 @@ from scheduler import (
     SamplingMetadata,
 )
 
-__all__ = ["DeviceState", "ModelRunner", "Program", "StepResult", "StepSizes"]
+__all__ = ["DeviceState", "Hidden", "ModelRunner", "Program", "StepResult", "StepSizes", "Wants"]
 
 
+SCORED_TOKENS = 64  # of a prompt, in one go: their logits are what takes memory
 PADDING_WORTH_COMPILING = 2000  # padded tokens; a CPU computes them in the time of one program
 
 
@@ -54,8 +59,8 @@ class DeviceState(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A compiled size: `backbone` (D, C), `sample` or `sample_full` (R,), `count` (tokens), or
-    one that moves M blocks of a group: `copy`, `swap_out`, `swap_in` (group, M).
+    """A compiled size: `backbone` (D, C), `sample` or `sample_full` (R,), `count` or `score`
+    (tokens), or one that moves M blocks of a group: `copy`, `swap_out`, `swap_in` (group, M).
     """
 
     kind: str
@@ -67,26 +72,49 @@ class Program(NamedTuple):
         if self.kind == "sample":
             return f"sampler of {self.size[0]} rows"
         if self.kind == "sample_full":
-            return f"sampler of {self.size[0]} rows with penalties and log-probabilities"
+            return f"sampler of {self.size[0]} rows with penalties, masks and log-probabilities"
         if self.kind == "count":
             return f"count of {self.size[0]} tokens"
+        if self.kind == "score":
+            return f"log-probabilities of {self.size[0]} prompt tokens"
         return f"{self.kind} of {self.size[1]} blocks in group {self.size[0]}"
 
 
 class StepSizes(NamedTuple):
     """Padded sizes of one step: D decode rows, C chunk tokens, R sampled rows.
 
-    `full` samplers know penalties and give log-probabilities.
+    `full` samplers know everything that a request can ask for; `score` if prompts are scored.
     """
 
     decodes: int
     chunk_tokens: int
     samples: int
     full: bool = False
+    score: bool = False
 
     @property
     def sampler(self) -> "Program":
         return Program("sample_full" if self.full else "sample", (self.samples,))
+
+
+class Hidden(NamedTuple):
+    """Hidden states of one step: of the rows that sample, and of all that was computed."""
+
+    sampled: jax.Array  # [R_max, E]
+    decodes: jax.Array  # [R_max, E]
+    chunks: jax.Array  # [C_max, E]
+
+
+class Wants(NamedTuple):
+    """What a full sampler has to bother with; the rest of its work is left out on the device."""
+
+    penalties: np.ndarray  # bool[], whether any row has some
+    logprobs: np.ndarray  # bool[], whether any row wants them
+    processed: np.ndarray  # bool[R], rows that want those of what was drawn from
+
+    @classmethod
+    def nothing(cls, rows: int) -> "Wants":
+        return cls(np.zeros((), np.bool_), np.zeros((), np.bool_), np.zeros(rows, np.bool_))
 
 
 class StepResult(NamedTuple):
@@ -138,11 +166,17 @@ class ModelRunner:
         self._compiled: dict[Program, Callable] = {}
         self._state: DeviceState | None = None
         self._counts: TokenCounts | None = None
+        self._no_edits: dict[int, LogitEdits] = {}  # by rows, on the device
+        self._no_chunks: jax.Array | None = None  # stands in for a step without
 
     # -- memory -----------------------------------------------------------------------------
 
     def allocate(self) -> None:
-        """Make the pools, empty. Separate from compiling, which needs their shapes only."""
+        """Make the pools, empty; whatever there was is dropped first, also of a failed step.
+
+        Separate from compiling, which needs their shapes only.
+        """
+        self.release()
         with jax.default_device(self._sharding.mesh.devices.flat[0]):
             pools = tuple(self.backend.init_pool(spec) for spec in self.specs)
             last_tokens = jnp.zeros(self._max_num_seqs + 1, jnp.int32)
@@ -150,8 +184,8 @@ class ModelRunner:
 
     def release(self) -> None:
         """Free the pools and everything else that `allocate` and requests made."""
-        self._state = None
-        self._counts = None
+        self._state = self._counts = self._no_chunks = None
+        self._no_edits.clear()
         self._host_blocks = HostBlocks()
 
     @property
@@ -238,6 +272,7 @@ class ModelRunner:
             yield Program("sample", (rows,))
             yield Program("sample_full", (rows,))
         yield self._count_program
+        yield SCORE
         for group in range(len(self.specs)):
             yield Program("copy", (group, self._max_num_seqs))
             for num_blocks in PARCEL_SIZES if self._swaps else ():
@@ -255,6 +290,8 @@ class ModelRunner:
             yield Program("backbone", (sizes.decodes, sizes.chunk_tokens))
         if sizes.samples:
             yield sizes.sampler
+        if sizes.score:
+            yield SCORE
 
     def largest_programs(self) -> tuple[Program, Program]:
         """Those with the most temporaries: the longest chunk, and the sampler of every row."""
@@ -264,7 +301,13 @@ class ModelRunner:
         )
 
     def sizes(
-        self, num_decodes: int, num_chunk_tokens: int, num_samples: int, *, full: bool = False
+        self,
+        num_decodes: int,
+        num_chunk_tokens: int,
+        num_samples: int,
+        *,
+        full: bool = False,
+        score: bool = False,
     ) -> StepSizes:
         """The padded sizes that a step of these needs; 0 for what it has none of."""
         if not num_decodes and not num_chunk_tokens:
@@ -276,7 +319,7 @@ class ModelRunner:
             kind = "sample_full" if full else "sample"
             rows = ((r,) for r in self.buckets.samples)
             (samples,) = self._choose(kind, (self.buckets.pick_samples(num_samples),), rows)
-        return StepSizes(decodes, chunk_tokens, samples, full)
+        return StepSizes(decodes, chunk_tokens, samples, full, score)
 
     def _choose(
         self, kind: str, ideal: tuple[int, ...], sizes: Iterable[tuple[int, ...]]
@@ -345,6 +388,8 @@ class ModelRunner:
             return self._lower_sample_full(*program.size)
         if program.kind == "count":
             return self._lower_count(*program.size)
+        if program.kind == "score":
+            return self._lower_score(*program.size)
         if program.kind == "copy":
             return self._lower_copy(*program.size)
         if program.kind == "swap_out":
@@ -404,7 +449,11 @@ class ModelRunner:
             )
             params = with_adapter_ids(params, _of_tokens(step.adapter_ids, step.attn, decodes))
             hidden = self.model.apply(params, token_ids, step.positions, attend)
-            return attend.pools(), hidden[step.logits_indices]
+            return attend.pools(), Hidden(
+                hidden[step.logits_indices],
+                _padded(hidden[:decodes], self._max_num_seqs),
+                _padded(hidden[decodes:], self.buckets.chunks[-1] if chunk_tokens else 0),
+            )
 
         return jax.jit(backbone, donate_argnums=1).lower(
             self._abstract(self._params),
@@ -450,22 +499,61 @@ class ModelRunner:
         )
 
     def _lower_sample_full(self, rows: int) -> Any:
-        def sampler(params, last_tokens, counts, hidden, sampling, penalties, sample_rows):
-            logits = self.model.logits(params, hidden[:rows])
-            tokens = sample(penalize(logits, counts, sample_rows, penalties), sampling)
-            result = StepResult(tokens, logprobs_of(logits, tokens, MAX_LOGPROBS))
+        def sampler(
+            params, last_tokens, counts, hidden, sampling, penalties, edits, wants, sample_rows
+        ):
+            raw = self.model.logits(params, hidden[:rows])
+            logits = add_biases(raw, edits)
+            logits = lax.cond(
+                wants.penalties,
+                lambda: penalize(logits, counts, sample_rows, penalties),
+                lambda: logits,
+            )
+            tokens, shaped = draw(mask_tokens(logits, edits), sampling)
+            # What a mask hides must not hide what is wrong with the model.
+            tokens = jnp.where(jnp.isfinite(jnp.max(raw, axis=-1)), tokens, -1)
+            logprobs = lax.cond(
+                wants.logprobs,
+                lambda: logprobs_of(
+                    jnp.where(wants.processed[:, None], shaped, raw), tokens, MAX_LOGPROBS
+                ),
+                lambda: _no_logprobs(rows, min(MAX_LOGPROBS, raw.shape[1])),
+            )
             last_tokens = last_tokens.at[sample_rows].set(tokens)
-            return last_tokens, add_tokens(counts, sample_rows, tokens), result
+            counts = add_tokens(counts, sample_rows, tokens)
+            return last_tokens, counts, StepResult(tokens, logprobs)
 
-        penalty = self._abstract_array(rows, dtype=jnp.float32)
+        array = self._abstract_array
+        penalty = array(rows, dtype=jnp.float32)
         return jax.jit(sampler, donate_argnums=(1, 2)).lower(
             self._abstract(self._params),
-            self._abstract_array(self._max_num_seqs + 1),
+            array(self._max_num_seqs + 1),
             self._abstract_counts(),
             self._abstract_hidden(),
             self._abstract_sampling(rows),
             PenaltyMetadata(penalty, penalty, penalty),
-            self._abstract_array(rows),
+            self._abstract(self._empty_edits(rows)),
+            self._abstract(Wants.nothing(rows)),
+            array(rows),
+        )
+
+    def _empty_edits(self, rows: int) -> LogitEdits:
+        return no_edits(rows, self.model.vocab_size, MAX_LOGIT_BIAS)
+
+    def _lower_score(self, num_tokens: int) -> Any:
+        """Log-probabilities of prompt tokens, from the hidden states before them."""
+
+        def score(params, hidden, indices, targets):
+            states = jnp.concatenate([hidden.decodes, hidden.chunks])[indices]
+            return logprobs_of(self.model.logits(params, states), targets, MAX_LOGPROBS)
+
+        rows, array = self._abstract_hidden(), self._abstract_array
+        chunks = array(self.buckets.chunks[-1], self.model.hidden_size, dtype=rows.dtype)
+        return jax.jit(score, keep_unused=True).lower(
+            self._abstract(self._params),
+            Hidden(rows, rows, chunks),
+            array(num_tokens),
+            array(num_tokens),
         )
 
     @property
@@ -557,7 +645,11 @@ class ModelRunner:
         self._state = DeviceState((*pools[:group], changed, *pools[group + 1 :]), last_tokens)
 
     def execute(self, batch: Batch, sizes: StepSizes) -> StepResult | None:
-        """Dispatch a step. Its result stays on the device; None if nothing samples."""
+        """Dispatch a step of which nobody asks anything special; its result stays on the device."""
+        return self.draw(self.forward(batch, sizes), batch, sizes)
+
+    def forward(self, batch: Batch, sizes: StepSizes) -> Hidden:
+        """Dispatch the backbone: keys and values are written, tokens not drawn yet."""
         backbone = self.compile(Program("backbone", (sizes.decodes, sizes.chunk_tokens)))
         inputs = _BackboneInputs(
             batch.token_ids,
@@ -568,26 +660,76 @@ class ModelRunner:
             batch.logits_indices,
             batch.attn,
         )
-        sampler = self.compile(sizes.sampler) if sizes.samples else None
         pools, last_tokens = self._take_state()
         pools, hidden = backbone(self._params, pools, last_tokens, inputs)
-        result = None
-        if sampler is not None and sizes.full:
+        self._state = DeviceState(pools, last_tokens)
+        return hidden
+
+    def draw(
+        self,
+        hidden: Hidden,
+        batch: Batch,
+        sizes: StepSizes,
+        edits: LogitEdits | None = None,
+        wants: Wants | None = None,
+    ) -> StepResult | None:
+        """Dispatch the sampler; None if nothing samples. `edits` and `wants` are a full one's."""
+        if not sizes.samples:
+            return None
+        sampler = self.compile(sizes.sampler)
+        pools, last_tokens = self._take_state()
+        if sizes.full:
             last_tokens, self._counts, result = sampler(
                 self._params,
                 last_tokens,
                 self._take_counts(),
-                hidden,
+                hidden.sampled,
                 batch.sampling,
                 batch.penalties,
+                edits or self._edits_of_none(sizes.samples),
+                wants or Wants.nothing(sizes.samples),
                 batch.sample_rows,
             )
-        elif sampler is not None:
+        else:
             last_tokens, result = sampler(
-                self._params, last_tokens, hidden, batch.sampling, batch.sample_rows
+                self._params, last_tokens, hidden.sampled, batch.sampling, batch.sample_rows
             )
         self._state = DeviceState(pools, last_tokens)
         return result
+
+    def _edits_of_none(self, rows: int) -> LogitEdits:
+        """Kept on the device: nothing of it has to be sent for a step that edits nothing."""
+        if rows not in self._no_edits:
+            self._no_edits[rows] = jax.device_put(self._empty_edits(rows), self._sharding)
+        return self._no_edits[rows]
+
+    def score(
+        self, hidden: Hidden, places: Sequence[tuple[bool, int]], targets: Sequence[int]
+    ) -> list[Logprobs]:
+        """Dispatch the scoring of prompt tokens: `targets[i]` after the state at `places[i]`.
+
+        A place is an index among the decodes, or (True) among the chunks' tokens. Results come in
+        pieces of SCORED_TOKENS, the last one padded.
+        """
+        program = self.compile(SCORE)
+        if not hidden.chunks.shape[0]:
+            hidden = hidden._replace(chunks=self._chunks_of_none(hidden.sampled))
+        first_chunk = self._max_num_seqs
+        indices = [first_chunk * in_chunks + index for in_chunks, index in places]
+        pieces = []
+        for start in range(0, len(indices), SCORED_TOKENS):
+            part = np.zeros((2, SCORED_TOKENS), np.int32)
+            end = min(start + SCORED_TOKENS, len(indices))
+            part[0, : end - start] = indices[start:end]
+            part[1, : end - start] = targets[start:end]
+            pieces.append(program(self._params, hidden, part[0], part[1]))
+        return pieces
+
+    def _chunks_of_none(self, like: jax.Array) -> jax.Array:
+        if self._no_chunks is None:
+            shape = (self.buckets.chunks[-1], like.shape[1])
+            self._no_chunks = jax.device_put(np.zeros(shape, like.dtype), self._sharding)
+        return self._no_chunks
 
     def count_tokens(self, row: int, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """Start a row's token counts over, with the tokens of the sequence that got the row."""
@@ -636,6 +778,22 @@ def _of_tokens(by_row: jax.Array, attn: AttentionMetadata, decodes: int) -> jax.
     chunk = jnp.searchsorted(ends, tokens, side="right")
     chunk = jnp.minimum(chunk, by_row.shape[0] - decodes - 1)
     return jnp.concatenate([by_row[:decodes], by_row[decodes:][chunk]])
+
+
+SCORE = Program("score", (SCORED_TOKENS,))
+
+
+def _padded(hidden: jax.Array, size: int) -> jax.Array:
+    """`size` rows, those that are there first."""
+    return jnp.pad(hidden, ((0, size - hidden.shape[0]), (0, 0)))
+
+
+def _no_logprobs(rows: int, num_top: int) -> Logprobs:
+    return Logprobs(
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros((rows, num_top), jnp.int32),
+        jnp.zeros((rows, num_top), jnp.float32),
+    )
 
 
 def _pairs(group: int, copies: Sequence[BlockCopy]) -> list[tuple[int, int]]:

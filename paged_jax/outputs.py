@@ -8,7 +8,9 @@ __all__ = ["CompletionOutput", "RequestOutput", "TokenLogprob"]
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Natural logarithm of a token's raw probability: before temperature and the like.
+    """Natural logarithm of a token's probability, by default the raw one: before penalties,
+    biases, masks, temperature and filters. With `logprobs_mode="processed"` it is after them: of
+    what the token was drawn from; a greedy token is drawn without temperature and filters.
 
     `top` holds as many of the most likely tokens as were asked for, most likely first.
     """
@@ -44,6 +46,8 @@ class RequestOutput:
     `LLM` returns the whole; `AsyncEngine.generate` yields what is new, only of the samples that
     have something new. `num_generated_tokens` counts the tokens so far of all samples, with
     `best_of` also of those that are not returned; `queue_s` is how long it waited to run.
+    `prompt_logprobs` has an entry for each token of the prompt, None for the first; of the outputs
+    that tell what is new, the first one holds it.
     """
 
     request_id: str
@@ -54,3 +58,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     queue_s: float = 0.0
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None

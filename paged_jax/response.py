@@ -1,6 +1,6 @@
 """A request's text and tokens as they come: between the engine's updates and the caller."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 from paged_jax.detokenizer import Detokenizer
@@ -34,6 +34,8 @@ class Response:
         self.request = request
         self.prompt = prompt
         self._num_generated_tokens = 0
+        self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self._told_prompt_logprobs = False
         params = request.params
         self._samples = [
             _Sample(
@@ -53,6 +55,8 @@ class Response:
 
         If the result has a `finish_reason` and the update has none, a stop string was found.
         """
+        if update.prompt_logprobs is not None:
+            self._prompt_logprobs = cast(tuple[TokenLogprob | None, ...], update.prompt_logprobs)
         index = update.sequence.index
         sample = self._samples[index]
         if sample.finish_reason is not None:
@@ -116,15 +120,25 @@ class Response:
 
     def delta(self, *outputs: CompletionOutput) -> RequestOutput:
         """A `RequestOutput` of these new parts."""
+        prompt_logprobs = None if self._told_prompt_logprobs else self._prompt_logprobs
+        self._told_prompt_logprobs |= prompt_logprobs is not None
+        return self._request_output(outputs, prompt_logprobs)
+
+    def _request_output(
+        self,
+        outputs: Sequence[CompletionOutput],
+        prompt_logprobs: tuple[TokenLogprob | None, ...] | None,
+    ) -> RequestOutput:
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
-            outputs=outputs,
+            outputs=tuple(outputs),
             finished=self.finished,
             num_cached_tokens=self.request.num_cached_tokens,
             num_generated_tokens=self._num_generated_tokens,
             queue_s=self.request.queue_s,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def whole(self) -> RequestOutput:
@@ -132,15 +146,14 @@ class Response:
         samples = self._samples
         if not self.streams:
             samples = sorted(samples, key=lambda sample: -sample.cumulative_logprob)
-        return self.delta(
-            *(
-                self._output(
-                    index,
-                    sample,
-                    "" if sample.detokenizer is None else sample.detokenizer.text,
-                    sample.token_ids,
-                    sample.logprobs,
-                )
-                for index, sample in enumerate(samples[: self.request.params.n])
+        outputs = [
+            self._output(
+                index,
+                sample,
+                "" if sample.detokenizer is None else sample.detokenizer.text,
+                sample.token_ids,
+                sample.logprobs,
             )
-        )
+            for index, sample in enumerate(samples[: self.request.params.n])
+        ]
+        return self._request_output(outputs, self._prompt_logprobs)

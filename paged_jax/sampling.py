@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-__all__ = ["Logprobs", "Sampling", "logprobs_of", "sample"]
+__all__ = ["Logprobs", "Sampling", "draw", "logprobs_of", "sample"]
 
 MASS_TOLERANCE = 2e-6  # of a sum of float32 probabilities; 0.5 must count as reaching 0.5
+GROUP = 64  # tokens; of 49152 there are then 768 groups to find the best among
 
 
 @runtime_checkable
@@ -30,7 +31,7 @@ class Sampling(Protocol):
 
 
 class Logprobs(NamedTuple):
-    """Natural logarithms of raw probabilities: of the logits as the model gave them."""
+    """Natural logarithms of probabilities: of a token, and of the most likely ones."""
 
     chosen: Float[Array, " R"]
     top_ids: Int[Array, "R N"]  # most likely first, ties by id
@@ -38,31 +39,63 @@ class Logprobs(NamedTuple):
 
 
 def logprobs_of(logits: Float[Array, "R V"], tokens: Int[Array, " R"], num_top: int) -> Logprobs:
-    """Log-probabilities of the tokens drawn, and of the `num_top` most likely ones."""
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    top, top_ids = lax.top_k(logprobs, min(num_top, logits.shape[1]))
-    chosen = jnp.take_along_axis(logprobs, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
-    return Logprobs(chosen, top_ids.astype(jnp.int32), top)
+    """Log-probabilities of these tokens, and of the `num_top` most likely ones."""
+    logits = logits.astype(jnp.float32)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    top, top_ids = _best(logits, min(num_top, logits.shape[1]))
+    chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
+    return Logprobs(chosen - total, top_ids, top - total[:, None])
+
+
+def _best(x: Float[Array, "R V"], count: int) -> tuple[Float[Array, "R N"], Int[Array, "R N"]]:
+    """The largest entries of each row, falling, ties by id; what `lax.top_k` gives, in one pass.
+
+    The `count` best lie in the `count` groups whose best is best, so that only those are sorted.
+    """
+    rows, size = x.shape
+    if size < 2 * GROUP * count:
+        top, ids = lax.top_k(x, count)
+        return top, ids.astype(jnp.int32)
+    num_groups = -(-size // GROUP)
+    padded = jnp.pad(x, ((0, 0), (0, num_groups * GROUP - size)), constant_values=-jnp.inf)
+    grouped = padded.reshape(rows, num_groups, GROUP)
+    _, groups = lax.top_k(jnp.max(grouped, axis=2), count)
+    groups = jnp.sort(groups, axis=1).astype(jnp.int32)
+    candidates = jnp.take_along_axis(grouped, groups[:, :, None], axis=1)
+    top, at = lax.top_k(candidates.reshape(rows, -1), count)
+    at = at.astype(jnp.int32)
+    return top, jnp.take_along_axis(groups, at // GROUP, axis=1) * GROUP + at % GROUP
 
 
 def sample(logits: Float[Array, "R V"], sampling: Sampling) -> Int[Array, " R"]:
-    """One token a row, -1 where the logits hold NaN or +inf.
+    """One token a row, -1 where the logits hold NaN or +inf, or nothing but -inf.
 
     A row's token depends on its own logits, fields, seed and position only. The key is the seed
     with the position folded in; the noise is Gumbel's, so that the largest sum is a draw.
     """
+    return draw(logits, sampling)[0]
+
+
+def draw(
+    logits: Float[Array, "R V"], sampling: Sampling
+) -> tuple[Int[Array, " R"], Float[Array, "R V"]]:
+    """The tokens of `sample`, and the logits that they were drawn from: a greedy row's are as they
+    came, those of the others are divided by the temperature and -inf where filtered out."""
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    drawn = lax.cond(
+    drawn, shaped = lax.cond(
         jnp.any(sampling.temperature > 0.0),
-        lambda: jnp.where(sampling.temperature > 0.0, _draw(logits, sampling), best),
-        lambda: best,
+        lambda: _draw(logits, best, sampling),
+        lambda: (best, logits),
     )
-    return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), drawn, -1)
+    return jnp.where(jnp.isfinite(jnp.max(logits, axis=-1)), drawn, -1), shaped
 
 
-def _draw(logits: Float[Array, "R V"], sampling: Sampling) -> Int[Array, " R"]:
+def _draw(
+    logits: Float[Array, "R V"], best: Int[Array, " R"], sampling: Sampling
+) -> tuple[Int[Array, " R"], Float[Array, "R V"]]:
     top = jnp.max(logits, axis=-1, keepdims=True)
-    temperature = jnp.where(sampling.temperature > 0.0, sampling.temperature, 1.0)
+    greedy = sampling.temperature <= 0.0
+    temperature = jnp.where(greedy, 1.0, sampling.temperature)
     # At most 0, and exactly 0 for the best token: no temperature overflows, however small.
     scores = (logits - top) / temperature[:, None]
     keep = scores >= jnp.log(sampling.min_p)[:, None]
@@ -79,7 +112,9 @@ def _draw(logits: Float[Array, "R V"], sampling: Sampling) -> Int[Array, " R"]:
     noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(
         sampling.seeds, sampling.positions, logits.shape[1]
     )
-    return jnp.argmax(jnp.where(keep, scores + noise, -jnp.inf), axis=-1).astype(jnp.int32)
+    shaped = jnp.where(keep, scores, -jnp.inf)
+    drawn = jnp.argmax(shaped + noise, axis=-1).astype(jnp.int32)
+    return jnp.where(greedy, best, drawn), jnp.where(greedy[:, None], logits, shaped)
 
 
 def _gumbel(seed: UInt[Array, " 2"], position: Int[Array, ""], size: int) -> Float[Array, " V"]:

@@ -51,6 +51,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._chat_templates)
 
+    @property
+    def chat_template(self) -> str:
+        """The source of all chat templates, in Jinja; empty if there is none."""
+        return "\n".join(template.source for template in self._chat_templates.values())
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of the text, special tokens in it included.
 

@@ -20,12 +20,14 @@ from scheduler.output import (
 )
 from scheduler.policy import ORDER_POLICIES, OrderPolicy
 from scheduler.request import FinishReason, Request, Sequence, Status, derive_seed
-from scheduler.sampling_params import MAX_LOGPROBS, SamplingParams
+from scheduler.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from scheduler.scheduler import Scheduler
 from scheduler.step_log import ReplayError, StepLog, replay
 from scheduler.step_record import StepRecord, StepTotals, record_step
+from scheduler.structured_outputs import StructuredOutputs
 
 __all__ = [
+    "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
     "ORDER_POLICIES",
     "AttentionMetadata",
@@ -52,6 +54,7 @@ __all__ = [
     "StepLog",
     "StepRecord",
     "StepTotals",
+    "StructuredOutputs",
     "derive_seed",
     "make_batch",
     "make_buckets",

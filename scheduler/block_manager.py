@@ -211,7 +211,7 @@ class BlockManager:
         """What of a waiting sequence is computed already; at least one token is left over."""
         if sequence.host_blocks:
             return self._find_swapped(sequence)
-        if not self.config.enable_prefix_caching:
+        if not self.may_reuse(sequence):
             return Found(0, [[] for _ in self.pools])
         digests = self.prefix_digests(sequence)
         num_hits = len(digests)
@@ -222,6 +222,13 @@ class BlockManager:
             num_hits -= 1
         blocks = [self._hit_blocks(group, digests[:num_hits]) for group in range(len(self.pools))]
         return Found(num_hits * self.config.block_size, blocks)
+
+    def may_reuse(self, sequence: Sequence) -> bool:
+        """Whether cached blocks may stand in for computing: not where the prompt is scored, which
+        takes the hidden states of all of it."""
+        if not self.config.enable_prefix_caching:
+            return False
+        return sequence.request.params.prompt_logprobs is None or sequence.index > 0
 
     def prefix_digests(self, sequence: Sequence) -> list[bytes]:
         """Digests of the full blocks before the sequence's last token."""

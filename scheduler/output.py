@@ -74,7 +74,8 @@ class SequenceUpdate(NamedTuple):
     """What a finished step brought to a sequence: at most one token, and perhaps its end.
 
     `stop_reason` is the stop token id when one of the request's own ended the sequence;
-    `logprobs` is what the engine adds for a request that asks for them.
+    `logprobs` and, with a sequence's first update, `prompt_logprobs` are what the engine adds for
+    a request that asks for them.
     """
 
     sequence: Sequence
@@ -82,6 +83,7 @@ class SequenceUpdate(NamedTuple):
     finish_reason: FinishReason | None
     stop_reason: int | None = None
     logprobs: object = None
+    prompt_logprobs: object = None
 
 
 @dataclass

@@ -84,6 +84,8 @@ class Scheduler:
         self.check_fits(len(request.prompt_token_ids))
         # What neither the model nor the pool can hold is foreseen; the last token is not stored.
         longest = min(self.config.max_model_len, self.config.capacity_tokens + 1)
+        # Whoever wants a prompt scored that fills the model gets a token drawn and dropped.
+        longest = max(longest, len(request.prompt_token_ids) + 1)
         request.max_total_tokens = min(request.max_total_tokens, longest)
         request.came_at = self._clock()
         request.order_key = (self.order.key(request), self._next_arrival)
@@ -461,7 +463,7 @@ class Scheduler:
 
     def _waits_for_elder(self, sequence: Sequence, found: Found) -> bool:
         """Park a sequence whose next block is about to be computed by another one."""
-        if not self.config.enable_prefix_caching or sequence.host_blocks:
+        if not self.blocks.may_reuse(sequence) or sequence.host_blocks:
             return False
         digests = self.blocks.prefix_digests(sequence)
         num_hits = len(found.blocks[0])

@@ -133,7 +133,9 @@ def replay(lines: Iterable[str]) -> Iterator[SchedulerOutput]:
 
 
 def _request(event: dict[str, Any]) -> Request:
-    params = SamplingParams(**{**event["params"], "ignore_eos": True})
+    # Which tokens were drawn, and why, does not matter here.
+    drawn_anyhow = {"ignore_eos": True, "structured_outputs": None}
+    params = SamplingParams(**{**event["params"], **drawn_anyhow})
     return Request(
         event["request_id"],
         event["prompt_token_ids"],

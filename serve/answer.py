@@ -20,6 +20,8 @@ async def collect(generation: Generation, form: Format, envelope: Envelope, outb
 
     def take(i: int, output: Output) -> None:
         usage.add(i, output)
+        if output.prompt_logprobs is not None:
+            form.saw_prompt(i, output.prompt_logprobs)
         for new in output.outputs:
             wholes[i * per_prompt + new.index].add(new)
 
@@ -42,6 +44,8 @@ async def stream(
 
     def take(i: int, output: Output) -> None:
         usage.add(i, output)
+        if output.prompt_logprobs is not None:
+            form.saw_prompt(i, output.prompt_logprobs)
         so_far = usage.usage() if options.continuous_usage_stats else None
         for new in output.outputs:
             index = i * per_prompt + new.index

@@ -18,6 +18,24 @@ class Tokenizer(Protocol):
     def describe(self) -> Mapping[str, Any]:
         """Its facts as JSON values, under the names that Hugging Face's files give them."""
 
+    @property
+    def chat_template(self) -> str:
+        """The source of all chat templates, in Jinja; empty if there is none."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text; not always whole characters."""
+
+
+class TokenLogprob(Protocol):
+    """A token's log-probability, and those of the most likely ones in its place."""
+
+    @property
+    def token_id(self) -> int: ...
+    @property
+    def logprob(self) -> float: ...
+    @property
+    def top(self) -> Mapping[int, float]: ...
+
 
 class Choice(Protocol):
     """What one sample of a request gained since the last output."""
@@ -32,6 +50,8 @@ class Choice(Protocol):
     def finish_reason(self) -> str | None: ...
     @property
     def stop_reason(self) -> str | int | None: ...
+    @property
+    def logprobs(self) -> Sequence[TokenLogprob] | None: ...
 
 
 class Output(Protocol):
@@ -41,6 +61,10 @@ class Output(Protocol):
     def outputs(self) -> Sequence[Choice]: ...
     @property
     def num_cached_tokens(self) -> int: ...
+    @property
+    def prompt_logprobs(self) -> Sequence[TokenLogprob | None] | None:
+        """Of the prompt's tokens; in the first output of those that hold something new."""
+
     @property
     def num_generated_tokens(self) -> int:
         """Tokens so far of all samples, also of those that are not returned."""
@@ -204,6 +228,7 @@ class Engine(Protocol):
         *,
         add_generation_prompt: bool,
         continue_final_message: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
     ) -> list[int]:
         """Token ids of a conversation. May be called from any thread; RequestError on refusal."""

@@ -3,12 +3,14 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
+
 from paged_jax import RequestError
 
 MAX_MESSAGES = 8192
 
 # Parts of a message that ask for something which is not to be had here.
-_REFUSED_PARTS = ("audio", "function_call", "tool_calls")
+_REFUSED_PARTS = ("audio", "function_call")
 
 
 def checked_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -44,7 +46,39 @@ def _checked(where: str, message: dict[str, Any]) -> dict[str, Any]:
             f"{where}.content must be a string or a list of parts", param=f"{where}.content"
         )
     rest = {name: value for name, value in message.items() if value is not None}
+    if "tool_calls" in rest:
+        rest["tool_calls"] = _calls(f"{where}.tool_calls", rest["tool_calls"])
     return rest | {"content": content}
+
+
+def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    """Calls with their arguments as an object, which is what templates want to see."""
+    if not isinstance(calls, list):
+        raise RequestError(f"{where} must be a list of calls", param=where)
+    return [_call(f"{where}[{j}]", call) for j, call in enumerate(calls)]
+
+
+def _call(where: str, call: Any) -> dict[str, Any]:
+    match call:
+        case {"type": "function", "function": {"name": str(), "arguments": str() | dict()}}:
+            function = call["function"]
+        case _:
+            raise RequestError(
+                f"{where} must be an object with the type function, a name and arguments",
+                param=where,
+            )
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments)
+        except (msgspec.DecodeError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise RequestError(
+                f"{where}.function.arguments must be a JSON object in a string",
+                param=f"{where}.function.arguments",
+            )
+    return call | {"function": function | {"arguments": arguments}}
 
 
 def _texts(where: str, parts: list[Any]) -> Iterable[str]:

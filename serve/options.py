@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 _API_KEY = re.compile(r"[\x21-\x7e]+")
 _ROOT_PATH = re.compile(r"(/[^/?#\s]+)+")
@@ -57,6 +57,9 @@ class ServeOptions:
         "offer /pause, /resume, /reset_prefix_cache, /update_weights, /sleep and /wake_up, to "
         "whoever has a key",
     )
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = _option(
+        "auto", "how the model writes tool calls; auto asks its chat template"
+    )
     access_log: bool = _option(True, "log a line for every response")
     log_format: Literal["text", "json"] = _option("text", "how log lines look")
 
@@ -83,6 +86,12 @@ class ServeOptions:
         if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
             raise ValueError(
                 f"root_path must begin with / and not end with one, got {self.root_path!r}"
+            )
+        parsers = get_args(type(self).__annotations__["tool_call_parser"])
+        if self.tool_call_parser not in parsers:
+            raise ValueError(
+                f"tool_call_parser must be one of {', '.join(parsers)}, got "
+                f"{self.tool_call_parser!r}"
             )
         header = self.cache_salt_header
         if header is not None and not _HEADER_NAME.fullmatch(header):

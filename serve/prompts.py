@@ -6,6 +6,7 @@ client's tokens would wait.
 
 import asyncio
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,10 @@ async def completion_prompts(
 
 
 async def chat_prompt(
-    engine: Engine, fields: ChatRequest | TokenizeChatRequest, timeout_s: float
+    engine: Engine,
+    fields: ChatRequest | TokenizeChatRequest,
+    timeout_s: float,
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> Prompt:
     """The conversation as the model's template writes it, which may take `timeout_s`."""
     require_tokenizer(engine, "messages")
@@ -71,6 +75,7 @@ async def chat_prompt(
         messages,
         add_generation_prompt=fields.add_generation_prompt,
         continue_final_message=fields.continue_final_message,
+        tools=tools,
         variables=options,
     )
     try:

@@ -45,6 +45,7 @@ _PROMPTS = [
 ]
 PromptField = Annotated[str | list[Any], Meta(extra_json_schema={"anyOf": _PROMPTS})]
 User = Annotated[str, Meta(max_length=256)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
 
 
 # Requests
@@ -74,17 +75,30 @@ class GenerationRequest(EngineRequest, kw_only=True, frozen=True):
     max_completion_tokens: NumTokens | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[Any] | None = None
+    guided_grammar: str | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
     prompt: PromptField
     add_special_tokens: bool = True
     echo: bool = False
+    logprobs: NumLogprobs | Literal[False] | None = None
     use_beam_search: bool = False
 
 
 class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     messages: Messages
+    logprobs: bool = False
+    top_logprobs: NumLogprobs | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
@@ -142,41 +156,104 @@ class Usage(Struct, kw_only=True, frozen=True):
     prompt_tokens_details: CachedTokens
 
 
+class CompletionLogprobs(Struct, kw_only=True, frozen=True):
+    """An entry a token; the first token of an echoed prompt has none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TopLogprob(Struct, kw_only=True, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(Struct, kw_only=True, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, kw_only=True, frozen=True):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class PromptLogprob(Struct, kw_only=True, frozen=True):
+    logprob: float
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionChoice(Struct, kw_only=True, frozen=True):
     """Of a whole response and of a chunk, where `text` is what is new."""
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None
     stop_reason: str | int | None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionCall(Struct, kw_only=True, frozen=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, kw_only=True, frozen=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class AssistantMessage(Struct, kw_only=True, frozen=True):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True, frozen=True):
     index: int
     message: AssistantMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None
     stop_reason: str | int | None
     token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionCallDelta(Struct, kw_only=True, frozen=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(Struct, kw_only=True, frozen=True):
+    """A call's first piece has its id and name, the others more of its arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionCallDelta
+
+
 class Delta(Struct, kw_only=True, frozen=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, kw_only=True, frozen=True):
     index: int
     delta: Delta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET

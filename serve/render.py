@@ -8,6 +8,7 @@ from serve.front import Front, json_response
 from serve.prompts import chat_prompt, completion_prompts
 from serve.protocol import ChatRequest, CompletionRequest, Rendered
 from serve.sampling import sampling_params
+from serve.tools import tool_use
 
 
 async def render_completion(front: Front, request: Request) -> Response:
@@ -23,5 +24,11 @@ async def render_chat_completion(front: Front, request: Request) -> Response:
     """The token ids of a conversation."""
     fields = front.fields(await front.read_object(request), ChatRequest, SAMPLING)
     sampling_params(fields, front.engine.generation_defaults, None)
-    prompt = await chat_prompt(front.engine, fields.body, front.options.template_timeout_s)
+    tools = tool_use(fields.body, front.engine, front.options.tool_call_parser)
+    prompt = await chat_prompt(
+        front.engine,
+        fields.body,
+        front.options.template_timeout_s,
+        None if tools is None else tools.tools,
+    )
     return json_response(Rendered(token_ids=prompt.token_ids), headers=fields.headers())

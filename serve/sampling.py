@@ -9,15 +9,20 @@ from serve.protocol import CompletionRequest, GenerationRequest
 
 
 def sampling_params(
-    fields: Fields[GenerationRequest], defaults: Mapping[str, Any], max_tokens: int | None
+    fields: Fields[GenerationRequest],
+    defaults: Mapping[str, Any],
+    max_tokens: int | None,
+    **shaped: Any,
 ) -> SamplingParams:
     """The request's fields before the model's `defaults`, those before SamplingParams' own.
 
-    max_tokens: what applies when neither names one; None runs to the context's end.
+    max_tokens: what applies when neither names one; None runs to the context's end. shaped: what
+    fields of other names and kinds come to.
     Raises RequestError naming the field that is wrong.
     """
     recommended = {name: value for name, value in defaults.items() if name in SAMPLING}
-    params = SamplingParams(**({"max_tokens": max_tokens} | recommended | _given(fields)))
+    given = _given(fields) | shaped
+    params = SamplingParams(**({"max_tokens": max_tokens} | recommended | given))
     if fields.body.stream and params.num_samples > params.n:
         raise RequestError(
             f"best_of={params.num_samples} with n={params.n} cannot be streamed: which samples are "

@@ -35,6 +35,11 @@ MAX_MODEL_LEN = 20_000
 class FakeTokenizer:
     """A token for every byte of UTF-8, and a BOS before a text."""
 
+    chat_template = "{{ tools }} <tool_call>"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < BOS else b"<special>"
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
 
@@ -159,6 +164,7 @@ class FakeEngine:
         *,
         add_generation_prompt: bool,
         continue_final_message: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
     ) -> list[int]:
         self.rendered.append((messages, dict(variables)))

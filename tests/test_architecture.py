@@ -29,6 +29,7 @@ MAY_IMPORT = {
         "jaxlib",
         "jaxtyping",
         "jinja2",
+        "llguidance",
         "ml_dtypes",
         "msgspec",
         "numpy",
@@ -51,8 +52,8 @@ FLOORS = (
     | {"params", "salts", "weights", "quantization", "lora"},
     {"models", "penalties", "sampling", "checkpoint", "hub", "generation_config"}
     | {"tokenizer", "chat_template", "detokenizer", "stop_strings", "token_text"}
-    | {"prompts", "response", "beam_search"},
-    {"model_runner", "plan", "adapters"},
+    | {"prompts", "response", "beam_search", "logit_edits"},
+    {"model_runner", "plan", "adapters", "grammar", "token_rules", "prompt_scores", "asked"},
     {"engine", "testing"},
     {"async_engine", "llm"},
     {"machine", "doctor", "generate", "bench", "cli", "__init__", "__main__"},

@@ -22,6 +22,7 @@ PUBLIC = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "TokenLogprob",
     "__version__",
 ]

@@ -8,7 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from scheduler import RequestError, SamplingParams
+from scheduler import RequestError, SamplingParams, StructuredOutputs
 
 NOT_NUMBERS = ["hot", None, [], {}, True, math.nan, math.inf, -math.inf, 1j]
 NOT_INTEGERS = ["1", None, [], 1.0, 1.5, True, math.nan]
@@ -23,6 +23,14 @@ BAD = {
     "max_tokens": [*[value for value in NOT_INTEGERS if value is not None], -1, 2**31],
     "stop": [1, None, [1], [None], "", [""], ["a", ""], ("a", b"b"), b"a", {"a"}, "x" * 1025],
     "stop_token_ids": [1, "1", None, ["1"], [1.0], [-1], [True], [None], [2**31], {1}],
+    "min_tokens": [*NOT_INTEGERS, -1, 17, 2**31],
+    "logit_bias": [1, {"x": 1}, {-1: 1}, {"-1": 1}, {1.5: 1}, {1: "a"}, {1: 101}, [1], [(1,)]],
+    "allowed_token_ids": [1, "1", [], ["1"], [1.0], [-1], [True], [2**31], {1}],
+    "bad_words": ["a", [1], [""], ["x" * 257], [None], {"a"}, 1],
+    "structured_outputs": [1, "a", [], {}, {"regexp": "a"}],
+    "logprobs": [*[value for value in NOT_INTEGERS if value is not None], -1, 21, 2**31],
+    "prompt_logprobs": [*[value for value in NOT_INTEGERS if value is not None], -1, 21],
+    "logprobs_mode": ["cooked", None, 1, True],
     "ignore_eos": [1, 0, "true", None],
     "include_stop_str_in_output": [1, "false", None],
     "skip_special_tokens": [0, "yes", None],
@@ -57,6 +65,12 @@ GOOD = {
     "max_tokens": [None, 0, 1, 2**31 - 1],
     "stop": ["a", ["a"], ("a", "b"), [], (), "x" * 1024, ["\u00e9"] * 64],
     "stop_token_ids": [[], (), [0], (0, 2**31 - 1), [1] * 256],
+    "min_tokens": [0, 16],
+    "allowed_token_ids": [None, [0], (5, 2**31 - 1)],
+    "bad_words": [[], ["a"], ("x" * 256,), ["b"] * 256],
+    "logprobs": [None, 0, 20],
+    "prompt_logprobs": [None, 0, 20],
+    "logprobs_mode": ["raw", "processed"],
     "ignore_eos": [True, False],
     "include_stop_str_in_output": [True, False],
     "skip_special_tokens": [True, False],
@@ -75,7 +89,9 @@ def test_a_value_at_its_limit_is_taken(name, value):
 
 def test_every_field_is_tried_here_and_documented():
     names = set(SamplingParams.field_names())
-    assert names >= set(BAD) == set(GOOD)
+    assert names >= set(BAD) == set(GOOD) | {"logit_bias", "structured_outputs"}
+    penalties = {"presence_penalty", "frequency_penalty", "repetition_penalty"}
+    assert names - set(BAD) == {"best_of"} | penalties  # these have tests of their own
     assert all(field.metadata["doc"] for field in dataclasses.fields(SamplingParams))
 
 
@@ -86,6 +102,53 @@ def test_the_defaults_are_the_usual_ones():
     assert params.stop == params.stop_token_ids == ()
     assert not params.ignore_eos and not params.include_stop_str_in_output
     assert params.skip_special_tokens
+
+
+def test_a_bias_may_come_as_json_writes_it():
+    want = ((5, -100.0), (2**31 - 1, 0.5))
+    for given in ({5: -100, 2**31 - 1: 0.5}, {"5": -100, "2147483647": 0.5}, [[5, -100], want[1]]):
+        assert SamplingParams(logit_bias=given).logit_bias == want
+    assert SamplingParams(logit_bias={}).biases == ()
+
+
+def test_a_form_is_checked_and_kept_as_a_value():
+    schema = {"type": "object"}
+    params = SamplingParams(structured_outputs={"json": schema})
+    schema["type"] = "array"
+    assert params == SamplingParams(structured_outputs={"json": '{"type":   "object"}'})
+    assert hash(params) and params.form == StructuredOutputs(json={"type": "object"})
+    again = SamplingParams(**dataclasses.asdict(params))
+    assert again == params
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "structured_outputs"),
+        ({"regex": "a", "choice": ["a"]}, "structured_outputs"),
+        ({"regex": "a" * 65537}, "structured_outputs.regex"),
+        ({"grammar": ""}, "structured_outputs.grammar"),
+        ({"json": "{"}, "structured_outputs.json"),
+        ({"json": [1]}, "structured_outputs.json"),
+        ({"json": {"a": object()}}, "structured_outputs.json"),
+        ({"json": {"enum": ["x" * 70000]}}, "structured_outputs.json"),
+        ({"json_object": False}, "structured_outputs.json_object"),
+        ({"choice": []}, "structured_outputs.choice"),
+        ({"choice": ["a"] * 1025}, "structured_outputs.choice"),
+        ({"choice": ["a", 1]}, "structured_outputs.choice"),
+    ],
+)
+def test_a_form_that_is_none_is_refused_by_name(fields, param):
+    with pytest.raises(RequestError) as refused:
+        StructuredOutputs(**fields)
+    assert refused.value.param == param
+    assert len(str(refused.value)) < 500
+
+
+def test_min_tokens_stay_within_max_tokens():
+    with pytest.raises(RequestError, match="min_tokens must be at most max_tokens=3, got 4"):
+        SamplingParams(min_tokens=4, max_tokens=3)
+    assert SamplingParams(min_tokens=400, max_tokens=None).min_tokens == 400
 
 
 def test_params_are_a_value():
@@ -127,8 +190,20 @@ class Counted(list):
         ("stop_token_ids", [1] * 1_000_000),
         ("stop_token_ids", [1] * 257),
         ("stop", ["x" * 2_000_000, "y"]),
+        ("logit_bias", [(1, 1.0)] * 1_000_000),
+        ("bad_words", ["x"] * 500_000),
+        ("allowed_token_ids", [1] * 1_000_000),
     ],
-    ids=["500,000 strings", "65 strings", "a million ids", "257 ids", "a long string"],
+    ids=[
+        "500,000 strings",
+        "65 strings",
+        "a million ids",
+        "257 ids",
+        "a long string",
+        "a million biases",
+        "500,000 words",
+        "a million allowed ids",
+    ],
 )
 def test_a62_a_huge_list_is_refused_before_any_work_on_its_items(name, items):
     items = Counted(items)

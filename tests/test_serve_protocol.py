@@ -254,22 +254,18 @@ def test_content_in_parts_is_joined_and_other_keys_reach_the_template(server):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("allowed_token_ids", [1]),
         ("chat_template", "{{ x }}"),
         ("documents", [{}]),
         ("functions", [{}]),
-        ("guided_json", {}),
-        ("logit_bias", {"5": 1}),
-        ("logprobs", True),
+        ("logprob_token_ids", [1]),
         ("modalities", ["audio"]),
         ("n", True),
         ("parallel_tool_calls", "yes"),
         ("prediction", {"type": "content", "content": "x"}),
-        ("response_format", {"type": "json_object"}),
-        ("structured_outputs", {"regex": "a+"}),
+        ("response_format", {"type": "structural_tag"}),
+        ("structured_outputs", {"regexp": "a+"}),
         ("suffix", "end"),
         ("tool_choice", "required"),
-        ("tools", [{"type": "function"}]),
         ("top_logprobs", 5),
         ("truncate_prompt_tokens", 10),
     ],
@@ -281,8 +277,9 @@ def test_what_is_known_and_not_supported_is_refused_by_name(server, field, value
         assert field in error["message"]
 
 
-def test_a_completions_logprobs_of_zero_still_asks_for_logprobs(server):
-    assert refused(server, COMPLETIONS, {"prompt": "hi", "logprobs": 0})["param"] == "logprobs"
+def test_completions_take_no_tools(server):
+    for field, value in (("tools", [{"type": "function"}]), ("top_logprobs", 1)):
+        assert refused(server, COMPLETIONS, {"prompt": "hi", field: value})["param"] == field
 
 
 def test_neutral_values_of_unsupported_fields_are_welcome(server):
@@ -413,7 +410,7 @@ def test_a60_a_wrong_type_or_value_names_the_parameter(server, field, value):
         ([*SAY_HI, {"role": "user", "content": 5}], "messages[1].content"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
-        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
         (SAY_HI * 10_000, "messages"),
     ],
 )
