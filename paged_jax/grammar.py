@@ -123,7 +123,7 @@ class Grammars:
             source = _source(wanted)
             matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=LIMITS)
             error = matcher.get_error()
-        except (ValueError, RecursionError) as wrong:
+        except Exception as wrong:  # a converter raises what it likes
             error = str(wrong) or type(wrong).__name__
         if not error:
             matcher.compute_bitmask()  # the first one is the dearest
