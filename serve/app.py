@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -26,15 +27,21 @@ from serve.root_path import RootPath
 
 
 def create_app(
-    engine: Engine, options: ServeOptions = DEFAULTS, *, owns_engine: bool = True
+    engine: Engine,
+    options: ServeOptions = DEFAULTS,
+    *,
+    owns_engine: bool = True,
+    tracer_provider: Any = None,
 ) -> Starlette:
     """An ASGI application that serves `engine`.
 
     owns_engine: start the engine when the application starts, in the background so that /health
     can tell how far it is, and shut it down at the end. With False it is left as it is; that also
     suits an application mounted inside another one, whose lifespan never runs.
+    tracer_provider: OpenTelemetry's, to make spans with.
     """
-    return app_of(Front.of(engine, options, int(time.time())), owns_engine=owns_engine)
+    front = Front.of(engine, options, int(time.time()), tracer_provider)
+    return app_of(front, owns_engine=owns_engine)
 
 
 def app_of(front: Front, *, owns_engine: bool) -> Starlette:

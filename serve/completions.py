@@ -154,6 +154,7 @@ def _reply(
         params,
         unique_name,
         arrived,
+        front.report_of(request),
     )
     envelope = Envelope(
         id=name,

@@ -18,6 +18,7 @@ from serve.fields import NEUTRAL_VALUES, Fields, read_fields
 from serve.gate import Gate
 from serve.metrics import Metrics
 from serve.options import ServeOptions
+from serve.tracing import Report, Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +35,16 @@ class Front:
     options: ServeOptions
     created: int
     numbers: Iterator[int]  # makes the engine's ids unique, whatever ids the clients give
+    tracing: Tracing | None
 
     @classmethod
-    def of(cls, engine: Engine, options: ServeOptions, created: int) -> "Front":
+    def of(
+        cls, engine: Engine, options: ServeOptions, created: int, tracer_provider: Any = None
+    ) -> "Front":
         gate = Gate(engine, options)
+        tracing = None if tracer_provider is None else Tracing(tracer_provider)
         metrics = Metrics(engine, gate, options.metrics_prefix)
-        return cls(engine, gate, metrics, options, created, itertools.count())
+        return cls(engine, gate, metrics, options, created, itertools.count(), tracing)
 
     async def read_object(self, request: Request, *, may_be_empty: bool = False) -> dict[str, Any]:
         return await read_object(request, self.options.max_body_bytes, may_be_empty=may_be_empty)
@@ -57,6 +62,10 @@ class Front:
         if fields.unknown:
             self._unknown(fields.unknown)
         return fields
+
+    def report_of(self, request: Request) -> Report | None:
+        """Who is told what became of the request's prompts."""
+        return None if self.tracing is None else self.tracing.report_of(request)
 
     def check_model(self, name: str) -> None:
         served = (self.engine.model_name, *self.engine.adapter_names)

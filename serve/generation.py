@@ -12,6 +12,7 @@ from serve.errors import ABORTS, GenerationError
 from serve.gate import Gate
 from serve.metrics import Metrics
 from serve.prompts import Prompt
+from serve.tracing import Report
 
 Take = Callable[[int, Output], None]
 
@@ -27,7 +28,8 @@ class Generation:
     """Prompts that go to the engine with the same parameters. Nothing is submitted before `run`.
 
     params: how many choices of how many tokens each prompt gets, in whatever way `submit` finds
-    them. arrived: `time.perf_counter()` when the request came in.
+    them. arrived: `time.perf_counter()` when the request came in. report: is told what became of
+    each prompt.
     """
 
     submit: Submit
@@ -37,6 +39,7 @@ class Generation:
     params: SamplingParams
     request_id: str
     arrived: float
+    report: Report | None = None
 
     async def run(self, take: Take) -> None:
         """Hand each output to `take`, with the index of its prompt, as soon as it is there.
@@ -50,6 +53,7 @@ class Generation:
     async def _run_one(self, i: int, take: Take) -> None:
         token_ids = self.prompts[i].token_ids
         watch = self.metrics.watch(self.params, len(token_ids), self.arrived)
+        error: BaseException | None = None
         try:
             outputs = self.submit(token_ids, request_id=f"{self.request_id}-{i}")
             async with contextlib.aclosing(outputs):
@@ -58,14 +62,20 @@ class Generation:
                     if any(choice.finish_reason == "error" for choice in output.outputs):
                         raise GenerationError
                     take(i, output)
-        except RequestError:
-            raise  # was never taken in
-        except (asyncio.CancelledError, *ABORTS):
+        except RequestError as refusal:
+            error = refusal  # was never taken in
+            raise
+        except (asyncio.CancelledError, *ABORTS) as end:
+            error = end
             watch.ended("abort")
             raise
-        except Exception:
+        except Exception as failure:
+            error = failure
             watch.ended("error")
             raise
+        finally:
+            if self.report is not None:
+                self.report(watch.work(f"{self.request_id}-{i}", error))
 
 
 async def _all_or_none(work: Sequence[Coroutine[None, None, None]]) -> None:

@@ -3,6 +3,7 @@
 Names, labels and buckets of the shared set are those that routers and dashboards already read.
 """
 
+import asyncio
 import functools
 import time
 from collections import defaultdict
@@ -12,10 +13,12 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from paged_jax import SamplingParams
+from paged_jax import RequestError, SamplingParams
 from serve.engine import Choice, Engine, Output
 from serve.engine_numbers import OWN_PREFIX, SERVING, EngineNumbers, labels_of
+from serve.errors import ABORTS
 from serve.gate import Gate
+from serve.tracing import Work
 
 LABELS = ("model_name", "engine")
 FINISHED_REASONS = ("stop", "length", "abort", "error")
@@ -78,7 +81,8 @@ class Metrics:
 
     def watch(self, params: SamplingParams, num_prompt_tokens: int, arrived: float) -> "Watch":
         """Follow one request that arrived when `time.perf_counter()` was `arrived`."""
-        return Watch(self._series, params, num_prompt_tokens, arrived)
+        name = self._engine.model_name
+        return Watch(self._series, name, params, num_prompt_tokens, arrived)
 
     def text(self) -> bytes:
         """All of it in Prometheus' text format."""
@@ -159,16 +163,23 @@ class _Pace:
 
 
 class Watch:
-    """Follows one request through the engine; who watches calls `saw` or `ended`, nothing else."""
+    """Follows one request through the engine; who watches calls `saw` and `ended`."""
 
     def __init__(
-        self, series: Series, params: SamplingParams, num_prompt_tokens: int, arrived: float
+        self,
+        series: Series,
+        model_name: str,
+        params: SamplingParams,
+        num_prompt_tokens: int,
+        arrived: float,
     ):
         self._series = series
+        self._model_name = model_name
         self._params = params
         self._num_prompt_tokens = num_prompt_tokens
         self._arrived = arrived
         self._num_open = params.n
+        self._finish_reasons: list[str] = []
         self._num_tokens = 0
         self._paces: defaultdict[int, _Pace] = defaultdict(_Pace)
         self._submitted = time.perf_counter()
@@ -191,6 +202,7 @@ class Watch:
                 self._series.inter_token_latency.observe(now - pace.latest)
             pace.came(len(choice.token_ids), now)
         if choice.finish_reason is not None:
+            self._finish_reasons.append(choice.finish_reason)
             self._series.finished(finished_reason=choice.finish_reason).inc()
             self._num_open -= 1
             if not self._num_open and choice.finish_reason in ("stop", "length"):
@@ -200,6 +212,22 @@ class Watch:
         """The rest of the request ended without an output that says so."""
         self._series.finished(finished_reason=reason).inc(self._num_open)
         self._num_open = 0
+
+    def work(self, request_id: str, error: BaseException | None) -> Work:
+        """What was seen, for a trace; error: what ended it early."""
+        return Work(
+            request_id=request_id,
+            model=self._model_name,
+            params=self._params,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_tokens=self._num_tokens,
+            arrived=self._arrived,
+            first=self._first,
+            queue_s=self._queue_s,
+            finish_reasons=tuple(self._finish_reasons),
+            error=error,
+            aborted=isinstance(error, (asyncio.CancelledError, RequestError, *ABORTS)),
+        )
 
     def _completed(self, now: float) -> None:
         series = self._series

@@ -52,6 +52,9 @@ class ServeOptions:
     metrics_prefix: Literal["vllm", "paged_jax"] = _option(
         "vllm", "prefix of the metrics that other engines have too"
     )
+    otlp_traces_endpoint: str | None = _option(
+        None, "send OpenTelemetry spans to this URL, as http://HOST:4318/v1/traces"
+    )
     enable_admin: bool = _option(
         False,
         "offer /pause, /resume, /reset_prefix_cache, /update_weights, /sleep and /wake_up, to "

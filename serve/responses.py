@@ -71,6 +71,7 @@ async def create_response(front: Front, request: Request) -> Reply:
         params,
         f"{name}-{next(front.numbers)}",
         arrived,
+        front.report_of(request),
     )
     progress = _Progress(_empty(front, body, params, name), prompt)
     return Reply(

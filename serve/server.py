@@ -16,6 +16,7 @@ from serve.front import Front
 from serve.gate import Gate
 from serve.logs import set_up_logs
 from serve.options import DEFAULTS, ServeOptions
+from serve.tracing import export_traces
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +38,15 @@ def run_server(
     door and lets running requests finish for `options.drain_timeout_s`; a second one cuts them off.
     """
     set_up_logs(options.log_format)
+    endpoint = options.otlp_traces_endpoint
+    tracer_provider = None if endpoint is None else export_traces(endpoint)
     try:
         listener = _listen(host, port)
     except OSError as error:
         logger.error("Cannot listen on %s:%d: %s", host, port, error.strerror or error)
         return 1
     logger.info("Listening on http://%s:%d", host, listener.getsockname()[1])
-    front = Front.of(_engine_of(engine), options, int(time.time()))
+    front = Front.of(_engine_of(engine), options, int(time.time()), tracer_provider)
     config = uvicorn.Config(
         app_of(front, owns_engine=True),
         http="httptools",
@@ -57,6 +60,8 @@ def run_server(
     )
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         runner.run(_serve(config, listener, front))
+    if tracer_provider is not None:
+        tracer_provider.shutdown()  # sends what is left
     return 1 if _engine_failed(front.gate, options) else 0
 
 

@@ -94,12 +94,16 @@ class LiveServer:
 
 @contextlib.contextmanager
 def live_server(
-    engine: Any, options: ServeOptions | None = None, *, ready: bool = True
+    engine: Any,
+    options: ServeOptions | None = None,
+    *,
+    ready: bool = True,
+    tracer_provider: Any = None,
 ) -> Iterator[LiveServer]:
     """The engine behind uvicorn on a free port of 127.0.0.1; stopped at the end of the block."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        create_app(engine, options or ServeOptions()),
+        create_app(engine, options or ServeOptions(), tracer_provider=tracer_provider),
         http="httptools",
         ws="none",
         lifespan="on",

@@ -38,7 +38,14 @@ MAY_IMPORT = {
         "safetensors",
         "tokenizers",
     },
-    "serve": {"paged_jax", "starlette", "uvicorn", "msgspec", "prometheus_client"},
+    "serve": {
+        "paged_jax",
+        "msgspec",
+        "opentelemetry",  # an extra, imported where it is used
+        "prometheus_client",
+        "starlette",
+        "uvicorn",
+    },
 }
 # The one exception: the command line starts the server, inside that command.
 EXCEPTIONS = {("paged_jax/cli.py", "serve")}
