@@ -1,4 +1,4 @@
-"""The command line: `paged-jax pull | generate | serve | bench | doctor`.
+"""The command line: `paged-jax pull | convert | generate | serve | bench | doctor`.
 
 Each command imports what it needs when it runs: `--help` and `--version` load no JAX.
 """
@@ -83,6 +83,25 @@ def _pull(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _add_convert_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    parser.add_argument("target", metavar="FOLDER", help="what to write; it must not exist yet")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="bfloat16",
+        help="of the weights that are written (default: %(default)s)",
+    )
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from paged_jax.convert import convert
+
+    folder = convert(arguments.model, arguments.target, dtype=arguments.dtype)
+    print(f"{arguments.model} is ready in {folder}")
+    return 0
+
+
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     from paged_jax.generate import add_arguments
 
@@ -162,6 +181,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 COMMANDS = {
     "pull": Command("download a model and make it ready", _add_model, _pull),
+    "convert": Command(
+        "write a model's weights in Orbax's format, which any mesh restores",
+        _add_convert_arguments,
+        _convert,
+    ),
     "generate": Command("answer prompts, one or thousands", _add_generate_arguments, _generate),
     "serve": Command(
         "serve a model over HTTP, as OpenAI's clients expect", _add_serve_arguments, _serve

@@ -299,7 +299,10 @@ class Engine:
         device = choose_device(config.device)
         with jax.default_device(device):
             served = load_model(
-                files.directory, dtype=choose_dtype(config, device), progress=progress
+                files.directory,
+                dtype=choose_dtype(config, device),
+                max_model_len=config.max_model_len,
+                progress=progress,
             )
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files.directory)
         generation = read_generation_config(files.directory)

@@ -1,5 +1,8 @@
 """The layers that model families share. Weights of linear layers are stored `[out, in]`."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,10 +12,31 @@ from jaxtyping import Array, Float, Int
 
 from paged_jax.weights import Path, Weight
 
-__all__ = ["Embedding", "GatedMLP", "Linear", "RMSNorm", "linear", "linear_paths"]
+__all__ = [
+    "ACTIVATIONS",
+    "Embedding",
+    "GatedMLP",
+    "LayerNorm",
+    "Linear",
+    "RMSNorm",
+    "linear",
+    "linear_paths",
+]
 
 FEW_ROWS = 64  # up to here the CPU multiplies faster from the left
 INIT_STDDEV = 0.02
+
+Activation = Callable[[Array], Array]
+_tanh_gelu = partial(jax.nn.gelu, approximate=True)
+ACTIVATIONS: Mapping[str, Activation] = {  # as config.json names them
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_new": _tanh_gelu,
+    "gelu_fast": _tanh_gelu,
+    "gelu_pytorch_tanh": _tanh_gelu,
+    "relu": jax.nn.relu,
+}
 
 
 def linear(
@@ -82,32 +106,60 @@ class Embedding(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square normalisation over the last axis, in float32; keeps the dtype of `x`."""
+    """Root mean square normalisation over the last axis, in float32; keeps the dtype of `x`.
 
-    def __init__(self, size: int, *, eps: float, dtype: DTypeLike) -> None:
-        self.weight = nnx.Param(jnp.ones(size, dtype))
+    The result is multiplied by `weight + offset`: Gemma stores weights that begin at zero.
+    """
+
+    def __init__(self, size: int, *, eps: float, dtype: DTypeLike, offset: float = 0.0) -> None:
+        self.weight = nnx.Param(jnp.full(size, 1.0 - offset, dtype))
         self.eps = eps
+        self.offset = offset
 
     def __call__(self, x: Float[Array, "... E"]) -> Float[Array, "... E"]:
         wide = x.astype(jnp.float32)
         mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
         normed = wide * lax.rsqrt(mean_square + self.eps)
         weight = jnp.expand_dims(self.weight[...].astype(jnp.float32), range(x.ndim - 1))
-        return (normed * weight).astype(x.dtype)
+        return (normed * (weight + self.offset)).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Mean and variance normalised over the last axis, in float32; keeps the dtype of `x`."""
+
+    def __init__(self, size: int, *, eps: float, dtype: DTypeLike) -> None:
+        self.weight = nnx.Param(jnp.ones(size, dtype))
+        self.bias = nnx.Param(jnp.zeros(size, dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+        weight, bias = (p[...].astype(jnp.float32)[None, :] for p in (self.weight, self.bias))
+        return (centred * lax.rsqrt(variance + self.eps) * weight + bias).astype(x.dtype)
 
 
 class GatedMLP(nnx.Module):
-    """SwiGLU: `down(silu(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202)."""
+    """`down(act(gate(x)) * up(x))`, SwiGLU with its kin (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(
-        self, size: int, inner_size: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs
+        self,
+        size: int,
+        inner_size: int,
+        *,
+        bias: bool,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        activation: Activation = jax.nn.silu,
     ) -> None:
+        self.activation = activation
         self.gate_proj = Linear(size, inner_size, bias=bias, dtype=dtype, rngs=rngs)
         self.up_proj = Linear(size, inner_size, bias=bias, dtype=dtype, rngs=rngs)
         self.down_proj = Linear(inner_size, size, bias=bias, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 def linear_paths(module: nnx.Module) -> tuple[Path, ...]:

@@ -1,7 +1,6 @@
 """Rotary position embeddings (Su et al. 2021, arXiv:2104.09864) and how they are stretched."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,109 +9,102 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from paged_jax.errors import ModelLoadError
+from paged_jax.rope_scaling import NoScaling, Scaling, read_scaling
 
-__all__ = ["Rope", "rotate"]
+__all__ = ["Rope", "declared_rope", "rotate"]
 
-
-@dataclasses.dataclass(frozen=True)
-class NoScaling:
-    """Frequencies as they were trained."""
-
-    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
-        return frequencies
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearScaling:
-    """Position interpolation: `factor` times as many positions in the same angles."""
-
-    factor: float
-
-    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
-        return frequencies / self.factor
-
-
-@dataclasses.dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1: only wavelengths that are long beside the trained context are stretched."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: float
-
-    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
-        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        keep = np.clip(keep, 0.0, 1.0)  # 1: as trained; 0: stretched; between: a blend
-        return keep * frequencies + (1 - keep) * frequencies / self.factor
-
-
-Scaling = NoScaling | LinearScaling | Llama3Scaling
-SCALINGS = {"default": NoScaling, "linear": LinearScaling, "llama3": Llama3Scaling}
+Angles = tuple[Float[Array, "T P"], Float[Array, "T P"]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """The rotation of one model: `head_size // 2` planes, their angles growing with position."""
+    """The rotation of one kind of layer: planes whose angles grow with position.
 
-    head_size: int
+    `rotary_size // 2` planes; entries of a head from `rotary_size` on are left as they are.
+    """
+
+    rotary_size: int
     theta: float
-    scaling: Scaling
+    scaling: Scaling = dataclasses.field(default_factory=NoScaling)
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], *, head_size: int) -> "Rope":
+    def from_hf(
+        cls,
+        config: Mapping[str, Any],
+        *,
+        head_size: int,
+        theta: float = 10000.0,
+        partial: bool = False,
+    ) -> "Rope":
         """Read `rope_theta` + `rope_scaling`, or the newer `rope_parameters`, of a config.json.
 
-        Raises ModelLoadError, naming the key, for what is declared and not supported.
+        `theta` is what the family takes where the config is silent; only with `partial` may
+        `partial_rotary_factor` leave a part of each head alone. Raises ModelLoadError, naming the
+        key, for what is declared and not supported.
         """
-        declared = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        declared = declared_rope(config)
         if any(isinstance(value, Mapping) for value in declared.values()):
             raise ModelLoadError(f"rope parameters for each kind of layer: {sorted(declared)}")
-        both = {**config, **declared}
-        if (partial := both.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise ModelLoadError(f"partial_rotary_factor={partial} is not supported, only 1.0")
-        if head_size % 2:
-            raise ModelLoadError(f"rotary embeddings need an even {head_size=}")
-        theta = _positive(both.get("rope_theta") or 10000.0, "rope_theta")
-        return cls(head_size, theta, _scaling(declared))
+        return cls.from_declared(
+            declared, config, head_size=head_size, theta=theta, partial=partial
+        )
+
+    @classmethod
+    def from_declared(
+        cls,
+        declared: Mapping[str, Any],
+        config: Mapping[str, Any],
+        *,
+        head_size: int,
+        theta: float,
+        partial: bool = False,
+    ) -> "Rope":
+        """As `from_hf`, from one object of parameters; `config` has what it leaves out."""
+        both = {**config, **{key: value for key, value in declared.items() if value is not None}}
+        share = both.get("partial_rotary_factor") or 1.0
+        if share != 1.0 and not partial:
+            raise ModelLoadError(f"partial_rotary_factor={share} is not supported, only 1.0")
+        rotary_size = int(head_size * _positive(share, "partial_rotary_factor"))
+        if rotary_size % 2 or not 0 < rotary_size <= head_size:
+            raise ModelLoadError(f"rotary embeddings need an even {head_size=}, got {rotary_size}")
+        base = _positive(both.get("rope_theta") or theta, "rope_theta")
+        return cls(rotary_size, base, read_scaling(declared, config))
+
+    def for_context(self, context_len: int) -> "Rope":
+        """The rotation where no sequence is longer than `context_len` tokens."""
+        return dataclasses.replace(self, scaling=self.scaling.for_context(context_len))
 
     def frequencies(self) -> np.ndarray:
-        """float32[D/2]: radians a position, after scaling."""
-        exponents = np.arange(0, self.head_size, 2, dtype=np.float64) / self.head_size
-        return self.scaling(self.theta**-exponents).astype(np.float32)
+        """float32[P]: radians a position, after scaling."""
+        exponents = np.arange(0, self.rotary_size, 2, dtype=np.float64) / self.rotary_size
+        return self.scaling(self.theta**-exponents, self.theta).astype(np.float32)
 
-    def __call__(
-        self, positions: Int[Array, " T"]
-    ) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
-        """Cosine and sine of the angles at `positions`, in float32; P = D / 2 planes."""
+    def __call__(self, positions: Int[Array, " T"]) -> Angles:
+        """Cosine and sine of the angles at `positions`, in float32; P = rotary_size / 2 planes."""
         angles = positions.astype(jnp.float32)[:, None] * self.frequencies()[None, :]
-        return jnp.cos(angles), jnp.sin(angles)
+        length = self.scaling.length
+        return jnp.cos(angles) * length, jnp.sin(angles) * length
 
 
-def rotate(
-    x: Float[Array, "T H D"], angles: tuple[Float[Array, "T P"], Float[Array, "T P"]]
-) -> Float[Array, "T H D"]:
-    """Turn each head by the `(cos, sin)` of a Rope. Plane i is made of entries i and i + D/2."""
+def declared_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The object of rope parameters in a config.json, under its older or its newer name."""
+    declared = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(declared, Mapping):
+        raise ModelLoadError(f"rope parameters must be an object, not {declared!r}")
+    return declared
+
+
+def rotate(x: Float[Array, "T H D"], angles: Angles) -> Float[Array, "T H D"]:
+    """Turn each head by the `(cos, sin)` of a Rope. Plane i is made of entries i and i + P."""
     cos, sin = (part[:, None, :] for part in angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
-
-
-def _scaling(declared: Mapping[str, Any]) -> Scaling:
-    name = declared.get("rope_type") or declared.get("type") or "default"
-    if name not in SCALINGS:
-        known = ", ".join(SCALINGS)
-        raise ModelLoadError(f"rope scaling of type {name!r} is not supported, only {known}")
-    kind = SCALINGS[name]
-    keys = [field.name for field in dataclasses.fields(kind)]
-    if missing := [key for key in keys if declared.get(key) is None]:
-        raise ModelLoadError(f"rope scaling of type {name!r} lacks {', '.join(missing)}")
-    return kind(*(_positive(declared[key], f"rope scaling's {key}") for key in keys))
+    planes = cos.shape[-1]
+    wide = x.astype(jnp.float32)
+    first, second, rest = jnp.split(wide, [planes, 2 * planes], axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin, rest]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
 def _positive(value: Any, name: str) -> float:
-    if not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ModelLoadError(f"{name} must be a positive number, not {value!r}")
     return float(value)

@@ -30,8 +30,21 @@ def rope_frequencies(config: Mapping[str, Any], head_size: int) -> np.ndarray:
         return np.array(plain)
     if kind == "linear":
         return np.array([f / declared["factor"] for f in plain])
+    if kind == "yarn":
+        return np.array([_yarn(i, f, plain, theta, declared) for i, f in enumerate(plain)])
     assert kind == "llama3"
     return np.array([_llama3(f, declared) for f in plain])
+
+
+def _yarn(
+    plane: int, frequency: float, plain: list[float], theta: float, declared: Mapping[str, Any]
+) -> float:
+    """Equation 23 of the paper, the ends of its ramp put on whole planes."""
+    size, trained = 2 * len(plain), declared["original_max_position_embeddings"]
+    ends = [size * math.log(trained / (2 * math.pi * b)) / 2 / math.log(theta) for b in (32, 1)]
+    begin, end = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), size - 1)
+    stretched = min(max((plane - begin) / (end - begin), 0.0), 1.0)
+    return frequency * ((1 - stretched) + stretched / declared["factor"])
 
 
 def _llama3(frequency: float, declared: Mapping[str, Any]) -> float:

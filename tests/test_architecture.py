@@ -55,7 +55,8 @@ EXCEPTIONS = {("paged_jax/cli.py", "serve")}
 FLOORS = (
     {"errors", "config", "outputs", "cache", "progress", "flags", "jobs", "compile_log"}
     | {"step_clock"},
-    {"kv_cache", "host_blocks", "sharding", "layers", "attention", "rope", "compile_cache"}
+    {"kv_cache", "host_blocks", "sharding", "layers", "attention", "rope", "rope_scaling"}
+    | {"compile_cache"}
     | {"params", "salts", "weights", "quantization", "lora"},
     {"models", "penalties", "sampling", "checkpoint", "hub", "generation_config"}
     | {"tokenizer", "chat_template", "detokenizer", "stop_strings", "token_text"}
@@ -63,7 +64,7 @@ FLOORS = (
     {"model_runner", "plan", "adapters", "grammar", "token_rules", "prompt_scores", "asked"},
     {"engine", "testing"},
     {"async_engine", "llm"},
-    {"machine", "doctor", "generate", "bench", "cli", "__init__", "__main__"},
+    {"machine", "doctor", "convert", "generate", "bench", "cli", "__init__", "__main__"},
 )
 
 

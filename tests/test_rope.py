@@ -1,5 +1,7 @@
 """Rotary embeddings: frequencies against the published formulas, dialects, refusals."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,12 +18,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
 CONFIGS = {
     "absent": {},
     "null": {"rope_theta": 10000.0, "rope_scaling": None},
     "default": {"rope_theta": 1e6, "rope_scaling": {"rope_type": "default"}},
     "linear": {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
     "llama3": {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
+    "yarn": {"rope_theta": 1000000.0, "rope_scaling": YARN},
     "parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
     "parameters-linear": {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2}
@@ -31,7 +35,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_frequencies_and_angles_follow_the_published_formula(config):
+def test_a73_frequencies_and_angles_follow_the_published_formula(config):
     rope = Rope.from_hf(config, head_size=128)
     want = rope_frequencies(config, 128)
     np.testing.assert_allclose(rope.frequencies(), want, rtol=1e-6)
@@ -40,8 +44,9 @@ def test_frequencies_and_angles_follow_the_published_formula(config):
     cos, sin = jax.jit(rope)(jnp.asarray(positions))
     # The models were trained with float32 angles: the product is rounded before it is turned.
     angles = (positions[:, None].astype(np.float32) * want.astype(np.float32)).astype(np.float64)
-    np.testing.assert_allclose(cos, np.cos(angles), atol=1e-6)
-    np.testing.assert_allclose(sin, np.sin(angles), atol=1e-6)
+    length = 0.1 * math.log(4) + 1 if config.get("rope_scaling") is YARN else 1.0
+    np.testing.assert_allclose(cos, length * np.cos(angles), atol=1e-6)
+    np.testing.assert_allclose(sin, length * np.sin(angles), atol=1e-6)
 
 
 def test_every_kind_of_scaling_changes_the_frequencies():
@@ -89,13 +94,15 @@ def test_rotation_is_float32_inside_and_keeps_the_dtype():
     ("config", "message"),
     [
         ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "'spiral' is not supported"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
+        ({"rope_scaling": {"type": "dynamic"}}, "'dynamic' lacks factor"),
+        ({"rope_scaling": {"type": "longrope"}}, "'longrope' lacks short_factor, long_factor"),
+        ({"rope_scaling": "linear"}, "rope parameters must be an object"),
         ({"rope_scaling": {"type": "linear"}}, "'linear' lacks factor"),
         ({"rope_scaling": {"type": "linear", "factor": "4"}}, "factor must be a positive number"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be a positive number"),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
-            "'llama3' lacks high_freq_factor, original_max_position_embeddings",
+            "'llama3' lacks high_freq_factor",
         ),
         ({"rope_theta": -1.0}, "rope_theta must be a positive number"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),

@@ -1,8 +1,9 @@
 """A model's folder as Hugging Face lays it out: config.json and safetensors, sharded or not."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,20 +11,38 @@ from paged_jax.checkpoint.model_files import model_file, read_json
 from paged_jax.checkpoint.safetensors_file import SafetensorsFile
 from paged_jax.errors import ModelLoadError
 
-__all__ = ["Checkpoint", "open_checkpoint"]
+__all__ = ["Checkpoint", "open_checkpoint", "read_config"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
+class Home(NamedTuple):
+    """Where a tensor lies."""
+
+    file: SafetensorsFile
+    name: str  # that it has in the file
+
+
 class Checkpoint:
     """The configuration and the tensors of one model; nothing is read before it is asked for."""
 
-    def __init__(self, directory: Path, config: dict, homes: Mapping[str, SafetensorsFile]):
+    def __init__(self, directory: Path, config: dict, homes: Mapping[str, Home]):
         self.directory = directory
         self.config = config
         self._homes = homes
+
+    def renamed(self, new_name: Callable[[str], str]) -> "Checkpoint":
+        """The same tensors under other names. Raises ModelLoadError where two get the same."""
+        homes: dict[str, Home] = {}
+        for name, home in self._homes.items():
+            if (renamed := new_name(name)) in homes:
+                raise ModelLoadError(
+                    f"{self.directory}: {name!r} and {homes[renamed].name!r} are the same tensor"
+                )
+            homes[renamed] = home
+        return Checkpoint(self.directory, self.config, homes)
 
     def names(self) -> list[str]:
         """Every tensor's name, sorted."""
@@ -34,22 +53,28 @@ class Checkpoint:
 
         Raises ModelLoadError if the model has no such tensor.
         """
-        return self._home(name).tensor(name)
+        home = self._home(name)
+        return home.file.tensor(home.name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._home(name).entries[name].shape
+        home = self._home(name)
+        return home.file.entries[home.name].shape
 
     def dtype(self, name: str) -> np.dtype:
-        return self._home(name).entries[name].dtype
+        home = self._home(name)
+        return home.file.entries[home.name].dtype
+
+    def forget_pages(self, name: str) -> None:
+        """Give back the memory that reading the tensor's file took; it is read again if needed."""
+        self._home(name).file.forget_pages()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors together."""
-        return sum(
-            file.entries[name].end - file.entries[name].begin for name, file in self._homes.items()
-        )
+        entries = (home.file.entries[home.name] for home in self._homes.values())
+        return sum(entry.end - entry.begin for entry in entries)
 
-    def _home(self, name: str) -> SafetensorsFile:
+    def _home(self, name: str) -> Home:
         if name in self._homes:
             return self._homes[name]
         near = difflib.get_close_matches(name, self._homes, n=3)
@@ -64,12 +89,19 @@ def open_checkpoint(directory: Path | str) -> Checkpoint:
     inconsistent, pickled, or outside the folder.
     """
     directory = Path(directory)
+    config = read_config(directory)
+    homes = {name: Home(file, name) for name, file in _tensor_homes(directory).items()}
+    return Checkpoint(directory, config, homes)
+
+
+def read_config(directory: Path) -> dict:
+    """The model's config.json. Raises ModelLoadError if there is none that can be read."""
     if not directory.is_dir():
         raise ModelLoadError(f"{directory} is not a folder")
     config = read_json(directory, "config.json")
     if config is None:
         raise ModelLoadError(f"{directory} has no config.json")
-    return Checkpoint(directory, config, _tensor_homes(directory))
+    return config
 
 
 def _tensor_homes(directory: Path) -> dict[str, SafetensorsFile]:

@@ -85,6 +85,11 @@ class SafetensorsFile:
         )
         return np.require(array, requirements="A")
 
+    def forget_pages(self) -> None:
+        """Drop what the map takes of this process's memory; it is read again when needed."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
     def _error(self, what: str, tensor: str | None = None) -> ModelLoadError:
         return ModelLoadError(f"{self.path}: {f'tensor {tensor!r}: ' if tensor else ''}{what}")
 

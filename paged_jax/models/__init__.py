@@ -1,7 +1,7 @@
 """Models behind one contract, and how they are loaded."""
 
 from paged_jax.models.attention_fn import AttentionFn, from_attention_fn
-from paged_jax.models.loading import load_model
+from paged_jax.models.loading import load_model, named_params
 from paged_jax.models.registry import FAMILIES, Family, find_family
 from paged_jax.models.served import (
     Apply,
@@ -28,5 +28,6 @@ __all__ = [
     "from_nnx",
     "layer_matrices",
     "load_model",
+    "named_params",
     "quantized",
 ]
