@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator
 
@@ -110,7 +111,13 @@ def random_request(rng: np.random.Generator) -> tuple[list[int], SamplingParams]
         repetition_penalty=sometimes((0.7, 1.3), 1.0),
         stop_token_ids=sometimes(((5,), (5, 6, 7)), ()),
         ignore_eos=bool(rng.random() < 0.5),
+        logit_bias=sometimes(({5: -100.0}, {7: 3.5, 9: -2.0}), None),
+        allowed_token_ids=sometimes((tuple(range(3, 60)),), None),
+        prompt_logprobs=None if rng.random() < 0.8 else 2,
+        logprobs_mode=sometimes(("processed",), "raw"),
     )
+    if params.max_tokens and rng.random() < 0.2:
+        params = dataclasses.replace(params, min_tokens=1)
     return prompt, params
 
 

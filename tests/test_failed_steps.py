@@ -150,7 +150,7 @@ def test_a_result_that_cannot_be_read_is_a_failed_step(make, monkeypatch):
 
 def test_three_failures_in_a_row_are_raised_and_fewer_are_not(make):
     engine = make()
-    Faults(engine, "backbone", {1, 2, 4, 5, 7, 8})
+    Faults(engine, "backbone", {1, 2, 5, 6, 9, 10})
     run_all(engine, {"greedy": JOBS["greedy"]})
     assert engine.stats().num_failed_steps == 6
     engine = make()
@@ -203,7 +203,7 @@ def test_after_three_failures_the_server_says_503(make):
     with live_server(AsyncEngine(engine.config, make_engine=lambda: engine)) as server:
         status, want = server.post("/v1/completions", body)
         assert status == 200
-        Faults(engine, "backbone", {2, 8, 9, 10})
+        Faults(engine, "backbone", {2, 10, 11, 12})
         status, answer = server.post("/v1/completions", body)
         assert (status, answer["choices"]) == (200, want["choices"])
         assert server.request("GET", "/health")[0] == 200

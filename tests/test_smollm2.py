@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from paged_jax import LLM, SamplingParams
+from paged_jax import LLM, SamplingParams, StructuredOutputs
 from paged_jax.progress import SilentProgress
 from scheduler import derive_seed
+from tests.random_schemas import conforms, random_schema
 
 pytestmark = pytest.mark.smollm2
 
@@ -107,3 +108,14 @@ def test_samples_equal_requests_of_their_own(llm, seeded):
         assert [r.outputs[index].token_ids for r in results] == [
             s.outputs[0].token_ids for s in singles
         ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_answer_has_the_form_of_a_schema(llm, seed):
+    """The same for 100 schemas over HTTP: scripts/json_schemas.py."""
+    schema = random_schema(seed)
+    params = SamplingParams(
+        seed=seed, max_tokens=300, structured_outputs=StructuredOutputs(json=schema)
+    )
+    (result,) = llm.chat([{"role": "user", "content": "Make something up, please."}], params)
+    assert conforms(json.loads(result.outputs[0].text), schema)
