@@ -16,7 +16,7 @@ import openai
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from paged_jax import AsyncEngine, EngineConfig
-from tests.live_server import live_server
+from tests.live_server import live_server, wait_until
 from tests.random_schemas import conforms, random_schema
 
 MAX_TOKENS = 700
@@ -68,7 +68,8 @@ async def run(url: str, count: int) -> int:
 def main() -> int:
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 100
     config = EngineConfig(model="smollm2", max_model_len=2048, max_num_seqs=16)
-    with live_server(AsyncEngine(config)) as server:
+    with live_server(AsyncEngine(config), ready=False) as server:
+        wait_until(lambda: server.request("GET", "/health")[0] == 200, within_s=1800)
         return asyncio.run(run(server.url, count))
 
 

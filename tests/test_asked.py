@@ -212,6 +212,40 @@ def test_a_row_is_the_same_to_the_bit_beside_others_of_its_bucket(engine):
     assert logprobs([{"allowed_token_ids": [5, 6]}, {"temperature": 0.0}, {"n": 1}]) == plain
 
 
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 1}, {"allowed_token_ids": [5, 6, 7]}])
+def test_a40_a_row_of_nan_ends_its_request_and_no_other(engine, fields, monkeypatch):
+    """Also where a mask would have hidden it."""
+    jobs = {
+        "before": (PROMPTS[0], greedy(8)),
+        "broken": (PROMPTS[1], greedy(8, **fields)),
+        "after": (PROMPTS[2], sampled(8)),
+    }
+    want = run_all(engine, jobs)
+    run, forward = Run(engine), engine.runner.forward
+    for request_id, job in jobs.items():
+        run.add(request_id, *job)
+
+    def break_third_token(batch, sizes):
+        hidden = forward(batch, sizes)
+        rows = [s.row for s in engine.scheduler.running if s.request.request_id == "broken"]
+        for i in np.flatnonzero(np.isin(batch.sample_rows, rows)):
+            if batch.sampling.positions[i] == len(PROMPTS[1]) + 2:
+                broken = hidden.sampled.at[int(i)].set(np.nan)
+                hidden = hidden._replace(sampled=broken)
+        return hidden
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "forward", break_third_token)
+        run.drain()
+    assert_idle(engine)
+    broken = run.samples["broken", 0]
+    assert broken.token_ids == want["broken", 0].token_ids[:2]
+    assert broken.finish_reason == FinishReason.ERROR
+    for name in ("before", "after"):
+        assert run.samples[name, 0] == want[name, 0]
+    assert run_all(engine, jobs) == want
+
+
 # Log-probabilities
 
 
