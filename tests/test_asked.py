@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from paged_jax import Engine, EngineConfig, RequestError, SamplingParams
+from paged_jax.models import load_model
 from paged_jax.progress import SilentProgress
 from scheduler import FinishReason, StructuredOutputs, derive_seed
 from tests.dense_decoding import DenseDecoder
@@ -60,8 +61,8 @@ def engine(request, directory, programs):
 
 
 @pytest.fixture(scope="module")
-def decoder(engine):
-    return DenseDecoder(engine.runner.model, LENGTH)
+def decoder(directory):
+    return DenseDecoder(load_model(directory, dtype="float32"), LENGTH)
 
 
 def greedy(max_tokens: int = 12, **fields) -> SamplingParams:
