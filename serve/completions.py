@@ -51,7 +51,7 @@ async def create_completion(front: Front, request: Request) -> Reply:
         shaped: dict[str, Any] = {"logprobs": num_logprobs}
         if body.echo and num_logprobs is not None:
             shaped["prompt_logprobs"] = max(num_logprobs, asked.prompt_logprobs or 0)
-        params, submit = _generating(front, fields, COMPLETION_MAX_TOKENS, shaped)
+        params, submit = generating(front, fields, COMPLETION_MAX_TOKENS, shaped)
     prompts = await completion_prompts(front.engine, body, params.num_samples)
     form = CompletionFormat(
         [prompt.token_ids for prompt in prompts],
@@ -69,7 +69,7 @@ async def create_chat_completion(front: Front, request: Request) -> Reply:
     body = fields.body
     asked = _asked(front, fields, _num_chat_logprobs(body))
     tools = tool_use(body, front.engine, front.options.tool_call_parser)
-    params, submit = _generating(front, fields, None, {"logprobs": asked.logprobs}, tools)
+    params, submit = generating(front, fields, None, {"logprobs": asked.logprobs}, tools)
     prompt = await chat_prompt(
         front.engine,
         body,
@@ -98,7 +98,7 @@ def _asked(front: Front, fields: Fields[GenerationRequest], num_logprobs: int | 
     )
 
 
-def _generating(
+def generating(
     front: Front,
     fields: Fields[GenerationRequest],
     max_tokens: int | None,

@@ -16,7 +16,7 @@ import msgspec
 from paged_jax import SamplingParams, __version__
 from serve.endpoints import Operation
 from serve.fields import SET_ASIDE
-from serve.protocol import ErrorAnswer
+from serve.protocol import EXACT_SCHEMA, ErrorAnswer
 
 Schema = dict[str, Any]
 
@@ -103,9 +103,12 @@ class _Schemas:
         for operation in operations:
             for body in operation.bodies:
                 component = self.components[body.__name__]
-                if "model" in component["properties"]:
-                    component["properties"]["model"] = {"enum": [model_name]}
-                _add_fields(component["properties"], operation)
+                properties = component["properties"]
+                for name, schema in properties.items():
+                    properties[name] = dict(schema.get(EXACT_SCHEMA, schema))
+                if "model" in properties:
+                    properties["model"] = {"enum": [model_name]}
+                _add_fields(properties, operation)
                 _allow_null(component)
                 component["additionalProperties"] = not strict_fields
 

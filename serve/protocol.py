@@ -13,9 +13,18 @@ Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
 MAX_TIMEOUT_S = 1_000_000
 TimeoutS = Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)]
+EXACT_SCHEMA = "x-exact"
+
+
+def _described(schema: dict[str, Any]) -> Meta:
+    """The schema of a field whose type says less than what is accepted."""
+    return Meta(extra_json_schema={EXACT_SCHEMA: schema})
+
+
 # What is checked by hand, so that an error can name the part that is wrong.
 _CONTENT = {
     "anyOf": [
+        {"type": "null"},
         {"type": "string"},
         {
             "type": "array",
@@ -29,11 +38,11 @@ _CONTENT = {
 }
 _MESSAGE = {
     "type": "object",
-    "required": ["role", "content"],
+    "required": ["role"],
     "properties": {"role": {"type": "string"}, "content": _CONTENT},
 }
 Messages = Annotated[
-    list[dict[str, Any]], Meta(extra_json_schema={"minItems": 1, "items": _MESSAGE})
+    list[dict[str, Any]], _described({"type": "array", "minItems": 1, "items": _MESSAGE})
 ]
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _STRINGS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
@@ -43,7 +52,7 @@ _PROMPTS = [
     _TOKEN_IDS,
     {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
 ]
-PromptField = Annotated[str | list[Any], Meta(extra_json_schema={"anyOf": _PROMPTS})]
+PromptField = Annotated[str | list[Any], _described({"anyOf": _PROMPTS})]
 User = Annotated[str, Meta(max_length=256)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
 

@@ -3,18 +3,18 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
+from serve.completions import generating
 from serve.fields import COMPLETION_SAMPLING, SAMPLING
 from serve.front import Front, json_response
 from serve.prompts import chat_prompt, completion_prompts
 from serve.protocol import ChatRequest, CompletionRequest, Rendered
-from serve.sampling import sampling_params
 from serve.tools import tool_use
 
 
 async def render_completion(front: Front, request: Request) -> Response:
     """The token ids of a completion's prompts."""
     fields = front.fields(await front.read_object(request), CompletionRequest, COMPLETION_SAMPLING)
-    sampling_params(fields, front.engine.generation_defaults, None)  # as strict as generating
+    generating(front, fields, None, {})  # as strict as if it were to be generated
     prompts = await completion_prompts(front.engine, fields.body, num_samples=1)
     rendered = [Rendered(token_ids=prompt.token_ids) for prompt in prompts]
     return json_response(rendered, headers=fields.headers())
@@ -23,12 +23,8 @@ async def render_completion(front: Front, request: Request) -> Response:
 async def render_chat_completion(front: Front, request: Request) -> Response:
     """The token ids of a conversation."""
     fields = front.fields(await front.read_object(request), ChatRequest, SAMPLING)
-    sampling_params(fields, front.engine.generation_defaults, None)
-    tools = tool_use(fields.body, front.engine, front.options.tool_call_parser)
-    prompt = await chat_prompt(
-        front.engine,
-        fields.body,
-        front.options.template_timeout_s,
-        None if tools is None else tools.tools,
-    )
+    use = tool_use(fields.body, front.engine, front.options.tool_call_parser)
+    generating(front, fields, None, {}, use)
+    tools = None if use is None else use.tools
+    prompt = await chat_prompt(front.engine, fields.body, front.options.template_timeout_s, tools)
     return json_response(Rendered(token_ids=prompt.token_ids), headers=fields.headers())

@@ -2,13 +2,19 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from serve.protocol import CachedTokens, EngineRequest
 
 
 class TextFormat(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    type: Literal["text"] = "text"
+    """schema: of `json_schema`, which every answer then obeys, `strict` or not."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | UnsetType = UNSET
+    description: str | UnsetType | None = UNSET
+    schema: dict[str, Any] | UnsetType = UNSET
+    strict: bool | UnsetType | None = UNSET
 
 
 class TextOptions(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 
-from paged_jax import RequestError, SamplingParams
+from paged_jax import RequestError, SamplingParams, StructuredOutputs
 from serve import sse
 from serve.caller import caller_of
 from serve.deadline import deadline_of
-from serve.engine import Output
+from serve.engine import Output, OutputStream
 from serve.fields import NEUTRAL_VALUES, SAMPLING, Fields
 from serve.front import Front
 from serve.generation import Generation
@@ -29,24 +30,45 @@ from serve.response_objects import (
     ResponseUsage,
 )
 from serve.sse import Outbox
+from serve.structure import renamed, renaming
 from serve.usage import UsageCount
 
 # One choice is all that a response can hold, and it names its length otherwise.
-RESPONSES_SAMPLING = SAMPLING - {"n", "max_tokens"}
+RESPONSES_SAMPLING = SAMPLING - {"logprobs_mode", "max_tokens", "n", "prompt_logprobs"}
+
+
+def _of_chats_only() -> dict[str, tuple[Any, ...]]:
+    """Fields of the other endpoint: welcome with the values that they have there anyway."""
+    own = {field.name for field in msgspec.structs.fields(ResponsesRequest)}
+    return {
+        field.name: (field.default,) if isinstance(field.default, bool) else ()
+        for field in msgspec.structs.fields(ChatRequest)
+        if field.name not in own
+    }
+
+
 RESPONSES_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **NEUTRAL_VALUES,
+    **_of_chats_only(),
     "background": (False,),
     "conversation": (),
     "include": ([],),
+    "logprobs_mode": (),
     "max_tool_calls": (),
     "moderation": (),
     "n": (1,),
     "previous_response_id": (),
+    "parallel_tool_calls": (True, False),
     "prompt": (),
+    "prompt_logprobs": (),
     "stream_options": ({}, {"include_obfuscation": False}),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+FORMAT = "text.format"
 _PARTS = ("input_text", "output_text", "text")
 
 
@@ -63,8 +85,13 @@ async def create_response(front: Front, request: Request) -> Reply:
         request_id = rename_request(request, body.request_id)
     name = f"resp_{request_id}"
     standing = caller_of(request, body, front).standing()
+
+    def submit(prompt: list[int], *, request_id: str) -> OutputStream:
+        outputs = front.engine.generate(prompt, params, request_id=request_id, **standing)
+        return renaming(outputs, FORMAT)
+
     generation = Generation(
-        functools.partial(front.engine.generate, params=params, **standing),
+        submit,
         front.gate,
         front.metrics,
         [prompt],
@@ -86,13 +113,24 @@ async def create_response(front: Front, request: Request) -> Reply:
 
 def _params(fields: Fields[ResponsesRequest], defaults: Mapping[str, Any]) -> SamplingParams:
     recommended = {name: value for name, value in defaults.items() if name in RESPONSES_SAMPLING}
-    max_tokens = fields.body.max_output_tokens
+    given = recommended | fields.sampling | {"max_tokens": fields.body.max_output_tokens}
     try:
-        return SamplingParams(**(recommended | fields.sampling), max_tokens=max_tokens)
+        with renamed(FORMAT):
+            form = StructuredOutputs.of(asked) if (asked := _form_of(fields.body)) else None
+            return SamplingParams(**given, structured_outputs=form)
     except RequestError as error:
         if error.param == "max_tokens":
             error.param = "max_output_tokens"
         raise
+
+
+def _form_of(body: ResponsesRequest) -> dict[str, Any] | None:
+    form = body.text.format
+    if form.type == "json_schema":
+        if form.schema is UNSET:
+            raise RequestError(f"{FORMAT}.schema is required", param=f"{FORMAT}.schema")
+        return {"json": form.schema}
+    return {"json_object": True} if form.type == "json_object" else None
 
 
 def _chat_of(body: ResponsesRequest) -> ChatRequest:

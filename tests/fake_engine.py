@@ -244,9 +244,6 @@ class FakeEngine:
             self.running.discard(request_id)
 
     def _check(self, prompt: list[int], params: SamplingParams | BeamSearchParams) -> None:
-        for token_id in prompt:
-            if not 0 <= token_id < self.vocab_size:
-                raise RequestError(f"prompt holds {token_id}", param="prompt")
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")
         max_tokens = 1 if params.max_tokens is None else params.max_tokens
@@ -257,6 +254,9 @@ class FakeEngine:
                 param="prompt",
                 code="context_length_exceeded",
             )
+        for token_id in prompt:
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(f"prompt holds {token_id}", param="prompt")
 
     async def _outputs(
         self, prompt_len: int, params: SamplingParams

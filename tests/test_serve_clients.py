@@ -262,6 +262,41 @@ def test_a_schema_gives_json_of_it(field, stream, client):
     assert len(person["name"]) <= 8
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_has_the_form_that_its_client_asked_for(stream, client):
+    form = {"type": "json_schema", "name": "person", "schema": PERSON, "strict": True}
+    answer = client.responses.create(
+        model=NAME, input="x", max_output_tokens=120, text={"format": form}, stream=stream
+    )
+    if stream:
+        answer = list(answer)[-1].response
+    assert (answer.status, answer.text.format.type) == ("completed", "json_schema")
+    person = json.loads(answer.output_text)
+    assert person.keys() == {"name", "age"} and 0 <= person["age"] <= 120
+
+
+@pytest.mark.parametrize(
+    ("form", "param"),
+    [
+        ({"type": "json_schema", "name": "a"}, "text.format.schema"),
+        ({"type": "json_schema", "name": "a", "schema": {"type": "what"}}, "text.format"),
+    ],
+)
+def test_a_form_of_a_response_that_is_none_is_refused_by_name(form, param, server):
+    for stream in (False, True):
+        body = {"input": "x", "text": {"format": form}, "stream": stream}
+        assert refused(server, "/v1/responses", body)["param"] == param
+
+
+def test_rendering_a_chat_with_tools_gives_the_prompt_of_generating(server, engine):
+    body = {"messages": MESSAGES, "tools": [WEATHER], "max_tokens": 1}
+    status, rendered = server.post("/v1/chat/completions/render", body)
+    assert status == 200, rendered
+    answer = server.post("/v1/chat/completions", body | {"return_token_ids": True})[1]
+    assert rendered["token_ids"] == answer["prompt_token_ids"]
+    assert "get_weather" in engine.tokenizer.decode(rendered["token_ids"])
+
+
 def test_the_client_parses_what_it_asked_for(client):
     answer = client.chat.completions.create(
         model=NAME, messages=MESSAGES, max_tokens=120, response_format=FORMS["response_format"]

@@ -207,6 +207,15 @@ def test_what_is_said_of_null_and_of_neutral_values_is_true(server, description)
             assert server.post(COMPLETIONS, {"prompt": "hi", name: value})[0] == 200, (name, value)
 
 
+def test_what_is_checked_by_hand_is_described_exactly(description):
+    schemas = description["components"]["schemas"]
+    messages = schemas["ChatRequest"]["properties"]["messages"]
+    assert messages["items"]["required"] == ["role"]
+    prompt = schemas["CompletionRequest"]["properties"]["prompt"]
+    assert len(prompt["anyOf"]) == 4
+    assert "x-exact" not in json.dumps(description)
+
+
 def test_options_change_the_description():
     strict = describe(OPERATIONS, "m", strict_fields=True, with_keys=True)
     assert strict["components"]["schemas"]["ChatRequest"]["additionalProperties"] is False

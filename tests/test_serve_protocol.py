@@ -11,7 +11,7 @@ import pytest
 from paged_jax import EngineDeadError, SamplingParams, __version__
 from serve import ServeOptions
 from tests.fake_engine import BOS, PIECES, VOCAB_SIZE, FakeEngine, text_of
-from tests.live_server import LiveServer, live_server
+from tests.live_server import LiveServer, live_server, server_process
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SAY_HI = [{"role": "user", "content": "hi"}]
@@ -575,6 +575,48 @@ def test_a67_tokenizing_leaves_the_loop_to_others():
             release.set()
             slow.join()
         assert bytes(last_prompt(server)[1:]) == b"slow"
+
+
+def test_a67_nobody_waits_for_large_inputs():
+    """Text of 5 MiB, and bodies that are too large, while another client streams."""
+    with server_process("--delay-s", "0.005") as (server, _):
+        ended = threading.Event()
+        gaps, answers = [], []
+        large = [
+            (COMPLETIONS, b'{"prompt": "' + b"x" * 5 * 2**20 + b'"}'),
+            ("/tokenize", b'{"prompt": "' + b"x" * 2**20 + b'"}'),
+            (COMPLETIONS, b'{"prompt": [' + b"1," * 2**20 + b"1]}"),
+        ]
+
+        def read_stream() -> None:
+            body = {"prompt": "hi", "max_tokens": 300, "stream": True}
+            with contextlib.closing(server.open(COMPLETIONS, body)) as raw:
+                latest, answer = time.monotonic(), b""
+                while not answer.endswith(b"0\r\n\r\n"):
+                    answer = answer[-10:] + raw.recv(2**16)
+                    now = time.monotonic()
+                    gaps.append(now - latest)
+                    latest = now
+            ended.set()
+
+        def send_large() -> None:
+            for path, body in large:
+                answers.append(server.request("POST", path, body)[0])
+
+        threads = [threading.Thread(target=work) for work in (read_stream, send_large)]
+        for thread in threads:
+            thread.start()
+        waits = []
+        while not ended.is_set():
+            began = time.monotonic()
+            assert server.request("GET", "/health")[0] == 200
+            waits.append(time.monotonic() - began)
+            time.sleep(0.05)
+        for thread in threads:
+            thread.join()
+        assert answers == [400, 200, 400]
+        # Of all but the slowest, which another program on this machine may have caused.
+        assert sorted(gaps)[-3] < 0.5 and sorted(waits)[-2] < 0.2
 
 
 # Names of requests
