@@ -5,45 +5,24 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from paged_jax.checkpoint.gguf_families import FAMILIES, TOP_NAMES, Family, Keys
 from paged_jax.checkpoint.gguf_file import GGUFFile
 from paged_jax.checkpoint.safetensors_file import write_float32
 from paged_jax.errors import ModelLoadError
 from paged_jax.progress import Progress, SilentProgress
 
-__all__ = ["FAMILIES", "Family", "convert_gguf"]
+__all__ = ["convert_gguf"]
 
 
-class Family(NamedTuple):
-    """What a GGUF architecture is called by Hugging Face, and how its files differ."""
-
-    model_type: str
-    architecture: str
-    interleaved: bool
-    """q and k rows lie in the order of rotary pairs (0, 1), (2, 3), …, not of two halves."""
-
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family("llama", "LlamaForCausalLM", interleaved=True),
-}
-
-# Names in a GGUF file and what Hugging Face calls them, without ".weight" or ".bias".
-TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 ROPE_FACTORS = "rope_freqs.weight"
+LONGROPE = {
+    "short_factor": "rope_factors_short.weight",
+    "long_factor": "rope_factors_long.weight",
+}
 LLAMA3_SCALING: Mapping[str, float] = {  # of every published model that has it; the factor differs
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -68,9 +47,9 @@ def convert_gguf(
     directory = Path(directory)
     file = GGUFFile(Path(path))
     family = _family(file, families)
-    names = _names(file)
+    names = _names(file, family)
     config = _config(file, family, names)
-    _check_shapes(file, names, config)
+    _check_shapes(file, names, config, family)
     _write_tokenizer(file, directory)
     _write_json(directory / "config.json", config)
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -92,15 +71,15 @@ def _family(file: GGUFFile, families: Mapping[str, Family]) -> Family:
     return families[architecture]
 
 
-def _names(file: GGUFFile) -> dict[str, str]:
+def _names(file: GGUFFile, family: Family) -> dict[str, str]:
     """The file's name of each tensor that is to be written, by its Hugging Face name."""
     names: dict[str, str] = {}
     for name in file.tensors:
-        if name == ROPE_FACTORS:
+        if name in (ROPE_FACTORS, *LONGROPE.values()):
             continue  # becomes rope_scaling in config.json
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
         layer, part, kind = match.groups() if match else (None, "", "")
-        known = (TOP_NAMES if layer is None else LAYER_NAMES).get(part)
+        known = (TOP_NAMES if layer is None else family.names).get(part)
         if known is None:
             raise file.error(f"tensor {name!r} is not known in this architecture")
         prefix = "" if layer is None else f"model.layers.{int(layer)}."
@@ -108,43 +87,8 @@ def _names(file: GGUFFile) -> dict[str, str]:
     return names
 
 
-class _Keys:
-    """The metadata of one architecture, each value checked to be what it must be."""
-
-    def __init__(self, file: GGUFFile):
-        self._file = file
-        self._prefix = file.metadata["general.architecture"]
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self._get(key, default)
-        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-            value = value[0].item()  # one for each layer, all alike
-        if type(value) is not int or not 0 < value < 2**31:
-            raise self._error(key, value, "a positive integer")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise self._error(key, value, "a positive number")
-        return float(str(np.float32(value)))  # 1e-05 was stored as 9.99999974e-06
-
-    def text(self, key: str, default: str) -> str:
-        value = self._get(key, default)
-        if not isinstance(value, str):
-            raise self._error(key, value, "a text")
-        return value
-
-    def _get(self, key: str, default: Any) -> Any:
-        return self._file.metadata.get(f"{self._prefix}.{key}", default)
-
-    def _error(self, key: str, value: object, expected: str) -> ModelLoadError:
-        shown = "missing" if value is None else repr(value)
-        return self._file.error(f"{self._prefix}.{key} is {shown}, it must be {expected}")
-
-
 def _config(file: GGUFFile, family: Family, names: Mapping[str, str]) -> dict[str, Any]:
-    keys = _Keys(file)
+    keys = Keys(file)
     num_heads = keys.integer("attention.head_count")
     num_kv_heads = keys.integer("attention.head_count_kv", num_heads)
     hidden_size = keys.integer("embedding_length")
@@ -153,7 +97,8 @@ def _config(file: GGUFFile, family: Family, names: Mapping[str, str]) -> dict[st
         raise file.error(f"{num_heads=} must divide by {num_kv_heads=}, and {head_size=} by 2")
     if keys.integer("attention.value_length", head_size) != head_size:
         raise file.error("keys and values of different lengths are not known")
-    if keys.integer("rope.dimension_count", head_size) != head_size:
+    rotary = keys.integer("rope.dimension_count", head_size)
+    if rotary != head_size and not family.partial_rotary:
         raise file.error("rotary embedding of only a part of the head is not known")
     embedding = names.get("model.embed_tokens.weight")
     if embedding is None:
@@ -183,6 +128,8 @@ def _config(file: GGUFFile, family: Family, names: Mapping[str, str]) -> dict[st
         "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids or None,
         "pad_token_id": ids.get("padding"),
         "torch_dtype": "float32",
+        **({} if rotary == head_size else {"partial_rotary_factor": rotary / head_size}),
+        **family.settings(keys),
     }
 
 
@@ -196,8 +143,10 @@ def _special_token_ids(file: GGUFFile) -> dict[str, int]:
 
 
 def _rope_scaling(
-    file: GGUFFile, keys: _Keys, theta: float, head_size: int
+    file: GGUFFile, keys: Keys, theta: float, head_size: int
 ) -> dict[str, Any] | None:
+    if LONGROPE["long_factor"] in file.tensors:
+        return _longrope(file, keys)
     if ROPE_FACTORS in file.tensors:
         return _llama3_scaling(file, theta, head_size)
     kind = keys.text("rope.scaling.type", "none")
@@ -210,6 +159,14 @@ def _rope_scaling(
     elif kind != "linear":
         raise file.error(f"rope.scaling.type {kind!r} is not none, linear or yarn")
     return scaling
+
+
+def _longrope(file: GGUFFile, keys: Keys) -> dict[str, Any]:
+    if missing := [name for name in LONGROPE.values() if name not in file.tensors]:
+        raise file.error(f"tensor {missing[0]!r} is missing")
+    tables = {key: file.values(name).tolist() for key, name in LONGROPE.items()}
+    length = keys.optional("rope.scaling.attn_factor")
+    return {"rope_type": "longrope", "attention_factor": length, **tables}
 
 
 def _llama3_scaling(file: GGUFFile, theta: float, head_size: int) -> dict[str, Any]:
@@ -231,26 +188,31 @@ def _llama3_scaling(file: GGUFFile, theta: float, head_size: int) -> dict[str, A
     return scaling
 
 
-def _check_shapes(file: GGUFFile, names: Mapping[str, str], config: Mapping[str, Any]) -> None:
+def _check_shapes(
+    file: GGUFFile, names: Mapping[str, str], config: Mapping[str, Any], family: Family
+) -> None:
     """Raise ModelLoadError unless exactly the tensors of the configuration are there."""
     E, F, V = (config[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
     D = config["head_dim"]
     HD, KD = config["num_attention_heads"] * D, config["num_key_value_heads"] * D
-    layer = {
-        "input_layernorm.weight": (E,),
-        "self_attn.q_proj.weight": (HD, E),
-        "self_attn.k_proj.weight": (KD, E),
-        "self_attn.v_proj.weight": (KD, E),
-        "self_attn.o_proj.weight": (E, HD),
-        "post_attention_layernorm.weight": (E,),
-        "mlp.gate_proj.weight": (F, E),
-        "mlp.up_proj.weight": (F, E),
-        "mlp.down_proj.weight": (E, F),
+    head = family.architecture != "Olmo2ForCausalLM"  # norms of q and k are of one head
+    shapes = {
+        "self_attn.q_proj": (HD, E),
+        "self_attn.k_proj": (KD, E),
+        "self_attn.v_proj": (KD, E),
+        "self_attn.qkv_proj": (HD + 2 * KD, E),
+        "self_attn.o_proj": (E, HD),
+        "self_attn.q_norm": (D if head else HD,),
+        "self_attn.k_norm": (D if head else KD,),
+        "mlp.gate_proj": (F, E),
+        "mlp.up_proj": (F, E),
+        "mlp.gate_up_proj": (2 * F, E),
+        "mlp.down_proj": (E, F),
     }
-    for part, flag in (("self_attn", "attention_bias"), ("mlp", "mlp_bias")):
-        if config[flag]:
-            biased = [name for name in layer if name.startswith(part)]
-            layer |= {name.replace(".weight", ".bias"): layer[name][:1] for name in biased}
+    layer = {f"{part}.weight": shapes.get(part, (E,)) for part in family.names.values()}
+    for part in family.names.values():
+        if f"model.layers.0.{part}.bias" in names:
+            layer[f"{part}.bias"] = shapes.get(part, (E,))[:1]
     expected = {"model.embed_tokens.weight": (V, E), "model.norm.weight": (E,)}
     if not config["tie_word_embeddings"]:
         expected["lm_head.weight"] = (V, E)
@@ -301,11 +263,15 @@ def _write_weights(
 
         def pieces(name: str) -> Iterator[np.ndarray]:
             for piece in file.pieces(names[name], _row_order(name, shapes[name], config, family)):
-                yield piece
+                yield piece - np.float32(family.norm_offset) if _is_norm(name) else piece
                 advance(piece.nbytes)
 
         with open(directory / "model.safetensors", "wb") as target:
             write_float32(target, shapes, ((name, pieces(name)) for name in shapes))
+
+
+def _is_norm(name: str) -> bool:
+    return name.endswith("norm.weight")
 
 
 def _row_order(

@@ -1,0 +1,172 @@
+"""Which architectures of GGUF files are read, and how each differs from Hugging Face's files."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paged_jax.checkpoint.gguf_file import GGUFFile
+from paged_jax.errors import ModelLoadError
+
+__all__ = ["FAMILIES", "TOP_NAMES", "Family", "Keys"]
+
+
+class Keys:
+    """The metadata of one architecture, each value checked to be what it must be."""
+
+    def __init__(self, file: GGUFFile):
+        self._file = file
+        self._prefix = file.metadata["general.architecture"]
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()  # one for each layer, all alike
+        if type(value) is not int or not 0 < value < 2**31:
+            raise self._error(key, value, "a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise self._error(key, value, "a positive number")
+        return float(str(np.float32(value)))  # 1e-05 was stored as 9.99999974e-06
+
+    def text(self, key: str, default: str) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self._error(key, value, "a text")
+        return value
+
+    def optional(self, key: str) -> float | None:
+        return None if self._get(key, None) is None else self.number(key)
+
+    def _get(self, key: str, default: Any) -> Any:
+        return self._file.metadata.get(f"{self._prefix}.{key}", default)
+
+    def _error(self, key: str, value: object, expected: str) -> ModelLoadError:
+        shown = "missing" if value is None else repr(value)
+        return self._file.error(f"{self._prefix}.{key} is {shown}, it must be {expected}")
+
+
+# Names in a GGUF file and what Hugging Face calls them, without ".weight" or ".bias".
+TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+PROJECTIONS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+NORMS_BEFORE = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+NORMS_AFTER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+SANDWICH = {
+    **NORMS_AFTER,
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+}
+FUSED = {
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+class Family(NamedTuple):
+    """What a GGUF architecture is called by Hugging Face, and how its files differ."""
+
+    model_type: str
+    architecture: str
+    interleaved: bool
+    """q and k rows lie in the order of rotary pairs (0, 1), (2, 3), …, not of two halves."""
+
+    names: Mapping[str, str] = {**PROJECTIONS, **NORMS_BEFORE}
+    settings: Callable[[Keys], Mapping[str, Any]] = lambda keys: {}
+    """More of config.json, from the file's metadata."""
+
+    norm_offset: float = 0.0
+    """What the file adds to the weights of norms."""
+
+    partial_rotary: bool = False
+
+
+def _gemma(keys: Keys, *, largest: int) -> dict[str, Any]:
+    """The scale of the scores is in no key: only the largest model scales by the width's share."""
+    num_heads = keys.integer("attention.head_count")
+    width = keys.integer("embedding_length") // num_heads
+    by_width = keys.integer("block_count") == largest
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": keys.integer("attention.sliding_window", 4096),
+        "query_pre_attn_scalar": width if by_width else keys.integer("attention.key_length", width),
+    }
+
+
+def _gemma2(keys: Keys) -> dict[str, Any]:
+    return {
+        **_gemma(keys, largest=46),
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(keys: Keys) -> dict[str, Any]:
+    return {
+        **_gemma(keys, largest=62),
+        "sliding_window_pattern": keys.integer("attention.sliding_window_pattern", 6),
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0),
+    }
+
+
+def _granite(keys: Keys) -> dict[str, Any]:
+    scale = keys.optional("attention.scale")
+    head_size = keys.integer("embedding_length") // keys.integer("attention.head_count")
+    return {
+        "attention_multiplier": head_size**-0.5 if scale is None else scale,
+        "embedding_multiplier": keys.optional("embedding_scale") or 1.0,
+        "residual_multiplier": keys.optional("residual_scale") or 1.0,
+        "logits_scaling": keys.optional("logit_scale") or 1.0,
+    }
+
+
+def _phi3(keys: Keys) -> dict[str, Any]:
+    original = keys.optional("rope.scaling.original_context_length")
+    window = keys.optional("attention.sliding_window")
+    return {
+        "original_max_position_embeddings": int(original or keys.integer("context_length")),
+        "sliding_window": None if window is None else int(window),
+    }
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("llama", "LlamaForCausalLM", interleaved=True),
+    "qwen2": Family("qwen2", "Qwen2ForCausalLM", interleaved=False),
+    "qwen3": Family(
+        "qwen3", "Qwen3ForCausalLM", False, {**PROJECTIONS, **NORMS_BEFORE, **QK_NORMS}
+    ),
+    "gemma2": Family(
+        "gemma2", "Gemma2ForCausalLM", False, {**PROJECTIONS, **SANDWICH}, _gemma2, norm_offset=1.0
+    ),
+    "gemma3": Family(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        False,
+        {**PROJECTIONS, **SANDWICH, **QK_NORMS},
+        _gemma3,
+        norm_offset=1.0,
+    ),
+    "phi3": Family(
+        "phi3", "Phi3ForCausalLM", False, {**FUSED, **NORMS_BEFORE}, _phi3, partial_rotary=True
+    ),
+    "olmo2": Family("olmo2", "Olmo2ForCausalLM", False, {**PROJECTIONS, **NORMS_AFTER, **QK_NORMS}),
+    "granite": Family("granite", "GraniteForCausalLM", interleaved=True, settings=_granite),
+    "smollm3": Family("smollm3", "SmolLM3ForCausalLM", interleaved=True),
+}
