@@ -7,8 +7,9 @@ import msgspec
 from starlette.requests import Request
 
 from paged_jax import RequestError
-from serve.errors import BodyTooLargeError
+from serve.errors import BodyTooLargeError, DeadlineError
 
+BODY_TIMEOUT_S = 60.0  # who sends nothing must not keep a drain from ending
 LARGE = 2**18  # bytes; decoding more than this would hold up the other streams
 
 
@@ -19,8 +20,9 @@ async def read_object(
 
     may_be_empty: no body at all is an empty object.
 
-    Raises BodyTooLargeError before more than `max_bytes` are kept, and RequestError for what is
-    no JSON object: also for text with half of a surrogate pair, which no encoding can carry.
+    Raises BodyTooLargeError before more than `max_bytes` are kept, DeadlineError when it does not
+    come, and RequestError for what is no JSON object: also for text with half of a surrogate
+    pair, which no encoding can carry.
     """
     body = await _read(request, max_bytes)
     if may_be_empty and not body.strip():
@@ -46,11 +48,15 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     if _declared_len(request) > max_bytes:
         raise _too_large(max_bytes)
     chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_bytes:
-            raise _too_large(max_bytes)
-        chunks.append(chunk)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > max_bytes:
+                    raise _too_large(max_bytes)
+                chunks.append(chunk)
+    except TimeoutError:
+        raise DeadlineError(f"The body did not come within {BODY_TIMEOUT_S:g} s.") from None
     return b"".join(chunks)
 
 

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from paged_jax.cli import API_KEY_VARIABLE, build_parser
+from paged_jax.flags import chosen
+from serve import ServeOptions
 from tests.fake_engine import FakeEngine
 from tests.live_server import live_server
 
@@ -43,6 +46,21 @@ def test_every_series_of_the_board_and_the_alerts_exists():
         for by, selector in LABELS.findall(expression):
             labels = set(re.split(r"[, ]+", by)) if by else {selector}
             assert labels <= known, (expression, labels - known)
+
+
+def test_the_probes_and_flags_of_the_deployment_are_real():
+    text = (DEPLOY / "kubernetes.yml").read_text()
+    paths = re.findall(r"httpGet: \{path: (\S+),", text)
+    assert paths == ["/health", "/health", "/live"]
+    with live_server(FakeEngine()) as server:
+        assert all(server.request("GET", path)[0] == 200 for path in paths)
+    flags = re.findall(r"- --(\S+)", text)
+    parser = build_parser(["serve"])
+    given = parser.parse_args(["serve", "m", *(f"--{flag}" for flag in flags)])
+    drain_s = chosen(given, ServeOptions)["drain_timeout_s"]
+    grace_s = re.search(r"terminationGracePeriodSeconds: (\d+)", text)
+    assert grace_s is not None and int(grace_s[1]) > drain_s
+    assert API_KEY_VARIABLE in text
 
 
 def test_every_alert_says_what_is_wrong():

@@ -223,6 +223,15 @@ def test_a_deadline_that_is_none_is_refused_by_name(value):
             assert (status, answer["error"]["param"]) == (400, "timeout_s")
 
 
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr("serve.body.BODY_TIMEOUT_S", 0.2)
+    with live_server(FakeEngine()) as server, contextlib.closing(server.connect()) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: 9\r\n\r\n{")
+        answer = raw.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"deadline_exceeded" in answer
+
+
 # The watchdog
 
 
