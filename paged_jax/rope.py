@@ -96,12 +96,16 @@ def declared_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def rotate(x: Float[Array, "T H D"], angles: Angles) -> Float[Array, "T H D"]:
     """Turn each head by the `(cos, sin)` of a Rope. Plane i is made of entries i and i + P."""
-    cos, sin = (part[:, None, :] for part in angles)
-    planes = cos.shape[-1]
-    wide = x.astype(jnp.float32)
-    first, second, rest = jnp.split(wide, [planes, 2 * planes], axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin, rest]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    cos, sin = angles
+    rotary_size = 2 * cos.shape[-1]
+    halves = x[..., :rotary_size].astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)  # [T,H,2,P]
+    signed = jnp.stack([-sin, sin], axis=1)[:, None]  # [T,1,2,P]
+    # One pass over memory: XLA's CPU would write a concatenation of halves element by element.
+    turned = halves * cos[:, None, None] + halves[..., ::-1, :] * signed
+    turned = turned.reshape(*x.shape[:-1], rotary_size).astype(x.dtype)
+    if rotary_size == x.shape[-1]:
+        return turned
+    return jnp.concatenate([turned, x[..., rotary_size:]], axis=-1)
 
 
 def _positive(value: Any, name: str) -> float:

@@ -9,7 +9,8 @@ from pallas_kernels.pool import MAX_INT32, KVPool, block_in_range
 from pallas_kernels.quantized_kv import decode
 from pallas_kernels.scoring import Scoring
 
-KV_TILE_LEN = 128  # keys of a row taken together, in whole blocks; measured on CPUs
+KV_TILE_LEN = 64  # keys of a row taken together, in whole blocks; measured on CPUs
+FEW_QUERIES = 32  # of a row and KV head
 MASKED = -1e30  # finite, so that a query that sees nothing gives no NaN
 
 
@@ -51,12 +52,12 @@ def attend_tile(
         seen = jnp.repeat(exists, block_size, axis=1)[:, None] & (key_position <= per_head)
         if scoring.window is not None:
             seen &= key_position > per_head - scoring.window
-        keys, values = _keys_and_values(pool, index)  # [R,K,J,D]
+        keys, values = _keys_and_values(pool, index)  # [R,K,t,D,b] [R,K,J,D]
         # Zero times NaN is NaN: an unseen slot's value must not meet its zero weight.
         values = jnp.where(seen.any(axis=1)[:, None, :, None], values, 0)
         seen = seen[:, None]  # [R,1,Q*G,J]
 
-        scores = jnp.einsum("rkmd,rkjd->rkmj", queries, keys, precision=precision)
+        scores = _multiply_keys(queries, keys, precision)
         if scoring.softcap is not None:
             scores = scoring.softcap * jnp.tanh(scores / scoring.softcap)
         scores = jnp.where(seen, scores, MASKED)
@@ -138,21 +139,46 @@ def _tile_blocks(
 
 def _keys_and_values(
     pool: KVPool, index: Int[Array, "R t"]
-) -> tuple[Float[Array, "R K J D"], Float[Array, "R K J D"]]:
+) -> tuple[Float[Array, "R K t D b"], Float[Array, "R K J D"]]:
     """Those of these blocks, in float32."""
     keys, values, *scales = (_gather(array, index) for array in pool.arrays)
-    if not scales:
-        return keys.astype(jnp.float32), values.astype(jnp.float32)
-    dtype = pool.spec.dtype
-    return decode(keys, scales[0], dtype), decode(values, scales[1], dtype)
+    if scales:
+        dtype = pool.spec.dtype
+        keys = decode(keys.swapaxes(-1, -2), scales[0], dtype).swapaxes(-1, -2)
+        values = decode(values, scales[1], dtype)
+    num_rows, num_kv_heads, *_, head_size = values.shape
+    values = values.reshape(num_rows, num_kv_heads, -1, head_size)
+    return keys.astype(jnp.float32), values.astype(jnp.float32)
 
 
-def _gather(array: Shaped[Array, "N K b ..."], index: Int[Array, "R t"]) -> jax.Array:
-    """Blocks side by side for each KV head `[R, K, J, ...]`: one gather, no transpose after it.
+def _gather(array: Shaped[Array, "N K ..."], index: Int[Array, "R t"]) -> jax.Array:
+    """Blocks by KV head `[R, K, t, ...]`; for an absent block, some other one.
 
-    For an absent block, some other one.
+    One index for each slice that lies together: XLA's CPU copies those fastest.
     """
-    num_kv_heads = array.shape[1]
+    num_blocks, num_kv_heads, *inner = array.shape
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
-    tile = array.at[index[:, None], heads].get(mode="clip")
-    return tile.reshape(index.shape[0], num_kv_heads, -1, *array.shape[3:])
+    index = jnp.minimum(index, num_blocks - 1)[:, None] * num_kv_heads + heads  # [R,K,t]
+    flat = array.reshape(num_blocks * num_kv_heads, -1)
+    tile = flat.at[index.reshape(-1)].get(mode="promise_in_bounds")
+    return tile.reshape(*index.shape, *inner)
+
+
+def _multiply_keys(
+    queries: Float[Array, "R K M D"],
+    keys: Float[Array, "R K t D b"],
+    precision: lax.Precision,
+) -> Float[Array, "R K M J"]:
+    """Each query times each key. A few queries meet the blocks one by one, as they lie; for many
+    it pays to put the blocks side by side first."""
+    num_rows, num_kv_heads, num_queries, head_size = queries.shape
+    tile_blocks, block_size = keys.shape[2], keys.shape[4]
+    if num_queries <= FEW_QUERIES:
+        queries = jnp.broadcast_to(
+            queries[:, :, None], (num_rows, num_kv_heads, tile_blocks, num_queries, head_size)
+        )
+        scores = jnp.einsum("rktmd,rktdb->rktmb", queries, keys, precision=precision)
+        scores = scores.transpose(0, 1, 3, 2, 4)
+    else:
+        scores = jnp.einsum("rkmd,rktdb->rkmtb", queries, keys, precision=precision)
+    return scores.reshape(num_rows, num_kv_heads, num_queries, tile_blocks * block_size)
