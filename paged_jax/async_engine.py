@@ -38,7 +38,7 @@ Event = Request | SequenceUpdate | Exception  # the request itself when the engi
 Events = asyncio.Queue[Event]
 
 JOIN_S = 10.0  # a step that hangs must not keep the process from ending
-COMPILE_S = 5.0  # a grammar's limits let it take less, unless the machine is busy
+COMPILE_S = 30.0  # a grammar's limits end it after about one, unless the machine is very busy
 LONG_TEXT = 4096  # characters; tokenizing more than this would hold up the other streams
 
 
