@@ -244,7 +244,8 @@ def test_a40_a_row_of_nan_ends_its_request_and_no_other(engine, fields, monkeypa
     assert broken.finish_reason == FinishReason.ERROR
     for name in ("before", "after"):
         assert run.samples[name, 0] == want[name, 0]
-    assert run_all(engine, jobs) == want
+    again = run_all(engine, jobs)
+    assert {k: s.token_ids for k, s in again.items()} == {k: s.token_ids for k, s in want.items()}
 
 
 # Log-probabilities
