@@ -43,6 +43,13 @@ class EngineConfig:
     max_model_len: int | None = _option(
         None, MODEL, "longest sequence, prompt and output together, in tokens"
     )
+    generation_config: str = _option(
+        "auto",
+        MODEL,
+        "what sampling fields mean that a request leaves out: what the model's authors recommend, "
+        "shown at start, or nothing special (none)",
+        choices=("auto", "none"),
+    )
     skip_tokenizer_init: bool = _option(False, MODEL, "serve token ids only")
     seed: int = _option(0, MODEL, "of requests that bring no seed")
     quantization: str | None = _option(

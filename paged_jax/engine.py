@@ -26,7 +26,7 @@ from paged_jax.compile_cache import use_compile_cache
 from paged_jax.compile_log import CompileCounter
 from paged_jax.config import EngineConfig, config_of
 from paged_jax.errors import ConfigError, ModelLoadError, RequestError
-from paged_jax.generation_config import read_generation_config
+from paged_jax.generation_config import GenerationConfig, read_generation_config
 from paged_jax.grammar import Grammars
 from paged_jax.hub import resolve_model
 from paged_jax.model_runner import StepResult, StepSizes
@@ -313,7 +313,7 @@ class Engine:
             name=files.name,
             tokenizer=tokenizer,
             eos_token_ids=eos,
-            generation_defaults=generation.sampling,
+            generation_defaults=_defaults(generation, config, progress),
             progress=progress,
         )
 
@@ -1006,6 +1006,20 @@ def _with_logprobs(
             update = update._replace(logprobs=entry)
         added.append(update)
     return added
+
+
+def _defaults(
+    generation: GenerationConfig, config: EngineConfig, progress: Progress
+) -> Mapping[str, Any]:
+    """The recommended sampling fields, said aloud: nobody should wonder where they come from."""
+    if config.generation_config == "none" or not generation.sampling:
+        return {}
+    told = ", ".join(f"{name} {value:g}" for name, value in generation.sampling.items())
+    progress.say(
+        f"unless a request says otherwise: {told} (the model's generation_config.json; "
+        "generation_config=none leaves it out)"
+    )
+    return generation.sampling
 
 
 def _open_step_log(config: EngineConfig, scheduler_config: SchedulerConfig) -> StepLog | None:

@@ -9,7 +9,7 @@ from paged_jax.checkpoint.model_files import read_json
 
 __all__ = ["GenerationConfig", "read_generation_config"]
 
-SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,13 @@ def read_generation_config(directory: Path) -> GenerationConfig:
     config = read_json(directory, "config.json") or {}
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     ids = eos if isinstance(eos, list) else [eos]
-    sampling = {
-        name: generation[name] for name in SAMPLING_FIELDS if generation.get(name) is not None
-    }
+    sampling = {name: generation[name] for name in SAMPLING_FIELDS if _is_number(generation, name)}
     if generation.get("do_sample") is False:
-        sampling = {"temperature": 0.0}
+        penalty = {name: v for name, v in sampling.items() if name == "repetition_penalty"}
+        sampling = {"temperature": 0.0, **penalty}
     return GenerationConfig(frozenset(i for i in ids if isinstance(i, int)), sampling)
+
+
+def _is_number(generation: Mapping[str, Any], name: str) -> bool:
+    value = generation.get(name)
+    return isinstance(value, int | float) and not isinstance(value, bool)

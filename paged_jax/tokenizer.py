@@ -173,10 +173,13 @@ def load_tokenizer(directory: Path | str, *, chat_template: str | None = None) -
     )
 
 
+OTHERS = ("tokenizer.model", "tekken.json", "vocab.json")  # other formats of a vocabulary
+
+
 def _backend(directory: Path) -> tokenizers.Tokenizer:
     path = model_file(directory, "tokenizer.json")
     if not path.is_file():
-        others = [name for name in ("tokenizer.model", "vocab.json") if (directory / name).exists()]
+        others = [name for name in OTHERS if (directory / name).exists()]
         way_out = (
             f"; {others[0]} alone is not enough, save it with transformers' "
             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"

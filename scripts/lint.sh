@@ -9,8 +9,10 @@ if [ "${1:-}" = --fix ]; then
     .venv/bin/ruff check --fix --quiet .
     .venv/bin/ruff format --quiet .
     .venv/bin/python scripts/code_map.py
+    .venv/bin/python scripts/models_table.py
 fi
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
 .venv/bin/python scripts/code_map.py --check
+.venv/bin/python scripts/models_table.py --check

@@ -220,7 +220,7 @@ def test_saved_truncation_and_padding_are_off(tmp_path):
     assert len(ids) > 3
 
 
-@pytest.mark.parametrize("missing", ["tokenizer.model", "vocab.json", None])
+@pytest.mark.parametrize("missing", ["tokenizer.model", "tekken.json", "vocab.json", None])
 def test_a_folder_without_a_tokenizer_file_is_refused(tmp_path, missing):
     if missing:
         (tmp_path / missing).touch()

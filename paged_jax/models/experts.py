@@ -7,7 +7,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from paged_jax.layers import ACTIVATIONS, INIT_STDDEV, Linear, linear
+from paged_jax.layers import ACTIVATIONS, INIT_STDDEV, linear
 from paged_jax.models.decoder_config import ExpertsConfig
 
 __all__ = ["SparseMLP"]
@@ -27,15 +27,27 @@ class SparseMLP(nnx.Module):
         self, size: int, config: ExpertsConfig, *, dtype: DTypeLike, rngs: nnx.Rngs
     ) -> None:
         self.config = config
-        router = Linear(size, config.num_experts, bias=config.bias, dtype=dtype, rngs=rngs)
-        setattr(self, config.router, router)
+        setattr(self, config.router, Router(size, config, dtype=dtype, rngs=rngs))
         self.experts = Experts(size, config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
-        router = getattr(self, self.config.router)
-        bias = None if router.bias is None else router.bias[...]
-        scores = linear(x, router.weight[...], bias, dtype=jnp.float32)
+        scores = getattr(self, self.config.router)(x)
         return self.experts(x, *choose(scores, self.config))
+
+
+class Router(nnx.Module):
+    """A score for each expert, in float32. No `Linear`: nothing may round what decides."""
+
+    def __init__(
+        self, size: int, config: ExpertsConfig, *, dtype: DTypeLike, rngs: nnx.Rngs
+    ) -> None:
+        init = nnx.initializers.normal(INIT_STDDEV)
+        self.weight = nnx.Param(init(rngs.params(), (config.num_experts, size), dtype))
+        self.bias = nnx.Param(jnp.zeros(config.num_experts, dtype)) if config.bias else None
+
+    def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T X"]:
+        bias = None if self.bias is None else self.bias[...]
+        return linear(x, self.weight[...], bias, dtype=jnp.float32)
 
 
 def choose(

@@ -1,0 +1,73 @@
+"""Rewrites docs/models.md from the families that load and the goldens that test them.
+
+python scripts/models_table.py            rewrites it
+python scripts/models_table.py --check    only says whether it is up to date
+"""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "models.md"
+GOLDENS = ROOT / "tests" / "data" / "families"
+NESTED = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}  # the text model inside
+
+BEFORE = """# Models
+
+Written by `scripts/models_table.py`; `scripts/lint.sh` says when it is out of date.
+
+Each family is one file in `paged_jax/models/`. A folder whose `config.json` names another
+architecture is refused, with this list.
+
+| architecture | Hugging Face | GGUF | paged parity | tensor parallel |
+|---|---|---|---|---|
+"""
+AFTER = """
+- **Hugging Face**: loads safetensors, in the newest dialect of `config.json` and in older ones.
+- **GGUF**: the architecture's name in the files that are read.
+- **paged parity**: tiny random models of the family with which `tests/test_families.py` gets the
+  logits of transformers 5.24 in float32 (within 2e-4), and the same greedy tokens from the engine
+  in chunks of 8 tokens, after preemption, and from the prefix cache.
+- **tensor parallel**: the engine runs a model on one device so far. `load_model(sharding=...)` puts
+  weights of every family onto a mesh.
+
+What to know:
+
+- gpt-oss is read in MXFP4 and computed in the engine's dtype.
+- LongRoPE (Phi 3 and 4) has one table for short contexts and one for long ones. An engine uses one
+  of them for all sequences: the long one if `max_model_len` is above the length of training.
+- GGUF files of Mistral call themselves `llama` and are served as such, without a window.
+- Dynamic NTK scaling changes nothing up to `max_position_embeddings`, and no engine goes beyond.
+- Of models that see images (`Gemma3ForConditionalGeneration`) the text model is served.
+- GPT-2 and the families with experts are not read from GGUF files.
+"""
+
+
+def page() -> str:
+    """The page as it should be."""
+    from paged_jax.checkpoint.gguf_families import FAMILIES as FILES
+    from paged_jax.models import FAMILIES
+
+    goldens: dict[str, list[str]] = {}
+    for path in sorted(GOLDENS.iterdir()):
+        (architecture,) = json.loads((path / "config.json").read_text())["architectures"]
+        goldens.setdefault(architecture, []).append(path.name)
+    rows = []
+    for family in FAMILIES:
+        name = family.architecture
+        files = [key for key, value in FILES.items() if value.architecture == name]
+        tested = goldens[NESTED.get(name, name)]
+        rows.append(f"| {name} | yes | {', '.join(files) or '–'} | {', '.join(tested)} | – |\n")
+    return BEFORE + "".join(rows) + AFTER
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    new = page()
+    old = PAGE.read_text() if PAGE.is_file() else ""
+    if sys.argv[1:] != ["--check"]:
+        PAGE.parent.mkdir(exist_ok=True)
+        PAGE.write_text(new)
+    elif new != old:
+        sys.exit("docs/models.md is out of date; scripts/lint.sh --fix mends it")
