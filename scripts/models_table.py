@@ -37,16 +37,17 @@ What to know:
 - gpt-oss is read in MXFP4 and computed in the engine's dtype.
 - LongRoPE (Phi 3 and 4) has one table for short contexts and one for long ones. An engine uses one
   of them for all sequences: the long one if `max_model_len` is above the length of training.
-- GGUF files of Mistral call themselves `llama` and are served as such, without a window.
+- GGUF files of Mistral and Mixtral call themselves `llama`; Mistral's say nothing of a window.
 - Dynamic NTK scaling changes nothing up to `max_position_embeddings`, and no engine goes beyond.
 - Of models that see images (`Gemma3ForConditionalGeneration`) the text model is served.
-- GPT-2 and the families with experts are not read from GGUF files.
+- GPT-2 and gpt-oss are not read from GGUF files.
 """
 
 
 def page() -> str:
     """The page as it should be."""
     from paged_jax.checkpoint.gguf_families import FAMILIES as FILES
+    from paged_jax.checkpoint.gguf_families import MIXTRAL
     from paged_jax.models import FAMILIES
 
     goldens: dict[str, list[str]] = {}
@@ -56,7 +57,8 @@ def page() -> str:
     rows = []
     for family in FAMILIES:
         name = family.architecture
-        files = [key for key, value in FILES.items() if value.architecture == name]
+        kinds = [*FILES.items(), ("llama", MIXTRAL)]
+        files = [key for key, value in kinds if value.architecture == name]
         tested = goldens[NESTED.get(name, name)]
         rows.append(f"| {name} | yes | {', '.join(files) or '–'} | {', '.join(tested)} | – |\n")
     return BEFORE + "".join(rows) + AFTER

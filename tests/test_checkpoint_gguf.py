@@ -335,7 +335,7 @@ def test_other_divisors_are_refused(tmp_path, token_metadata):
 
 
 REFUSED = {
-    "experts": ({"expert_count": 8}, "mixtures of experts"),
+    "experts": ({"expert_count": 8}, "tensor 'blk.0.ffn_gate.weight'"),
     "no layers": ({"block_count": None}, "llama.block_count is missing"),
     "more layers": ({"block_count": 3}, "model.layers.2."),
     "fewer layers": ({"block_count": 1}, "blk.1."),

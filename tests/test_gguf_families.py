@@ -5,6 +5,7 @@ Face's tensors, with what llama.cpp's converter does to them.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,19 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {"attention.layer_norm_rms_epsilon": 1e-5}),
     "granite": ("granite", MULTIPLIERS),
     "smollm3": ("smollm3", {"rope.freq_base": 2e6}),
+    "mixtral": ("llama", {"rope.freq_base": 1e6, "expert_count": 4, "expert_used_count": 2}),
+    "qwen3-moe": (
+        "qwen3moe",
+        {
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "expert_count": 6,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 24,
+        },
+    ),
 }
+EXPERTS = {"w1": "gate", "w2": "down", "w3": "up"}
 
 
 def file_keys(config: dict, architecture: str, extra: dict[str, Any]) -> dict[str, Any]:
@@ -67,6 +80,7 @@ def file_tensors(config: dict, tensors: dict, architecture: str) -> dict[str, np
     kind = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
     out = {}
+    stacked: dict[str, dict[int, np.ndarray]] = {}
     for name, array in tensors.items():
         if architecture in ("llama", "granite", "smollm3"):
             for part, heads in (("q_proj", "attention"), ("k_proj", "key_value")):
@@ -74,9 +88,16 @@ def file_tensors(config: dict, tensors: dict, architecture: str) -> dict[str, np
                     array = interleaved(array, config[f"num_{heads}_heads"])
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             array = array + 1
+        if ".experts." in name:  # stacked, expert by expert
+            layer, expert, part = re.search(r"layers\.(\d+).*experts\.(\d+)\.(\w+)", name).groups()
+            part = EXPERTS.get(part, part.removesuffix("_proj"))
+            stacked.setdefault(f"blk.{layer}.ffn_{part}_exps.weight", {})[int(expert)] = array
+            continue
         known = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert known is not None, name
         out[known] = np.ascontiguousarray(array, np.float32)
+    for name, each in stacked.items():
+        out[name] = np.stack([each[index] for index in sorted(each)])
     scaling = config.get("rope_parameters") or {}
     for key in ("long", "short"):
         if f"{key}_factor" in scaling:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from paged_jax.checkpoint.gguf_families import FAMILIES, TOP_NAMES, Family, Keys
+from paged_jax.checkpoint.gguf_families import FAMILIES, MIXTRAL, TOP_NAMES, Family, Keys
 from paged_jax.checkpoint.gguf_file import GGUFFile
 from paged_jax.checkpoint.safetensors_file import write_float32
 from paged_jax.errors import ModelLoadError
@@ -66,9 +66,13 @@ def _family(file: GGUFFile, families: Mapping[str, Family]) -> Family:
         )
     if file.metadata.get("split.count", 1) > 1:
         raise file.error("it is one part of several; join them first with llama-gguf-split --merge")
-    if file.metadata.get(f"{architecture}.expert_count", 0):
-        raise file.error("mixtures of experts are not read from GGUF files")
-    return families[architecture]
+    family = families[architecture]
+    if not file.metadata.get(f"{architecture}.expert_count", 0):
+        return family
+    family = MIXTRAL if architecture == "llama" else family
+    if not family.experts:
+        raise file.error("mixtures of experts of this architecture are not read from GGUF files")
+    return family
 
 
 def _names(file: GGUFFile, family: Family) -> dict[str, str]:
@@ -79,10 +83,14 @@ def _names(file: GGUFFile, family: Family) -> dict[str, str]:
             continue  # becomes rope_scaling in config.json
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
         layer, part, kind = match.groups() if match else (None, "", "")
+        prefix = "" if layer is None else f"model.layers.{int(layer)}."
+        if layer is not None and part in family.experts and kind == "weight":
+            for index in range(file.tensors[name].shape[0]):
+                names[f"{prefix}{family.experts[part].format(index)}.weight"] = name
+            continue
         known = (TOP_NAMES if layer is None else family.names).get(part)
         if known is None:
             raise file.error(f"tensor {name!r} is not known in this architecture")
-        prefix = "" if layer is None else f"model.layers.{int(layer)}."
         names[f"{prefix}{known}.{kind}"] = name
     return names
 
@@ -210,6 +218,13 @@ def _check_shapes(
         "mlp.down_proj": (E, F),
     }
     layer = {f"{part}.weight": shapes.get(part, (E,)) for part in family.names.values()}
+    if family.experts:
+        X = config.get("num_experts") or config["num_local_experts"]
+        F = config.get("moe_intermediate_size", F)
+        layer[f"{family.names['ffn_gate_inp']}.weight"] = (X, E)
+        for part, name in family.experts.items():
+            shape = (E, F) if part == "ffn_down_exps" else (F, E)
+            layer |= {f"{name.format(index)}.weight": shape for index in range(X)}
     for part in family.names.values():
         if f"model.layers.0.{part}.bias" in names:
             layer[f"{part}.bias"] = shapes.get(part, (E,))[:1]
@@ -223,7 +238,7 @@ def _check_shapes(
     for name in names.keys() - expected.keys():
         raise file.error(f"tensor {names[name]!r} is not known in this architecture")
     for name, shape in expected.items():
-        found = file.tensors[names[name]].shape
+        found = _shape(file, names, name)
         if found != shape:
             raise file.error(f"tensor {names[name]!r} is {found}, expected {shape}")
 
@@ -256,7 +271,7 @@ def _write_weights(
     directory: Path,
     progress: Progress,
 ) -> None:
-    shapes = {name: file.tensors[source].shape for name, source in names.items()}
+    shapes = {name: _shape(file, names, name) for name in names}
     num_values = sum(math.prod(shape) for shape in shapes.values())
     title = f"converting {file.path.name} to float32 ({4 * num_values / 1e6:.0f} MB)"
     with progress.track(title, 4 * num_values, unit="B") as advance:
@@ -268,6 +283,17 @@ def _write_weights(
 
         with open(directory / "model.safetensors", "wb") as target:
             write_float32(target, shapes, ((name, pieces(name)) for name in shapes))
+
+
+def _expert(name: str) -> int | None:
+    """Which expert of a layer the tensor belongs to."""
+    match = re.search(r"\.experts\.(\d+)\.", name)
+    return None if match is None else int(match[1])
+
+
+def _shape(file: GGUFFile, names: Mapping[str, str], name: str) -> tuple[int, ...]:
+    shape = file.tensors[names[name]].shape
+    return shape if _expert(name) is None else shape[1:]
 
 
 def _is_norm(name: str) -> bool:
@@ -283,6 +309,8 @@ def _row_order(
     Face keeps the first of all pairs, then the second of all; an interleaved file keeps them
     pair by pair.
     """
+    if (expert := _expert(name)) is not None:
+        return np.arange(expert * shape[0], (expert + 1) * shape[0])
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     projection = name.split(".")[-2]
     if not family.interleaved or projection not in heads:

@@ -9,7 +9,7 @@ import numpy as np
 from paged_jax.checkpoint.gguf_file import GGUFFile
 from paged_jax.errors import ModelLoadError
 
-__all__ = ["FAMILIES", "TOP_NAMES", "Family", "Keys"]
+__all__ = ["FAMILIES", "MIXTRAL", "TOP_NAMES", "Family", "Keys"]
 
 
 class Keys:
@@ -72,6 +72,7 @@ SANDWICH = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
 }
+ATTENTION = {part: name for part, name in PROJECTIONS.items() if part.startswith("attn")}
 FUSED = {
     "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
@@ -96,6 +97,8 @@ class Family(NamedTuple):
     """What the file adds to the weights of norms."""
 
     partial_rotary: bool = False
+    experts: Mapping[str, str] = {}
+    """Tensors of all experts together, and what Hugging Face calls that of expert {}."""
 
 
 def _gemma(keys: Keys, *, largest: int) -> dict[str, Any]:
@@ -146,11 +149,51 @@ def _phi3(keys: Keys) -> dict[str, Any]:
     }
 
 
+def _qwen3_moe(keys: Keys) -> dict[str, Any]:
+    return {
+        "num_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "norm_topk_prob": True,  # of every published model, and in no key
+    }
+
+
+def _mixtral(keys: Keys) -> dict[str, Any]:
+    return {
+        "num_local_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+    }
+
+
+MIXTRAL = Family(  # calls itself llama, and has experts
+    "mixtral",
+    "MixtralForCausalLM",
+    True,
+    {**ATTENTION, **NORMS_BEFORE, "ffn_gate_inp": "block_sparse_moe.gate"},
+    _mixtral,
+    experts={
+        "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+        "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+        "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    },
+)
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("llama", "LlamaForCausalLM", interleaved=True),
     "qwen2": Family("qwen2", "Qwen2ForCausalLM", interleaved=False),
     "qwen3": Family(
         "qwen3", "Qwen3ForCausalLM", False, {**PROJECTIONS, **NORMS_BEFORE, **QK_NORMS}
+    ),
+    "qwen3moe": Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        False,
+        {**ATTENTION, **NORMS_BEFORE, **QK_NORMS, "ffn_gate_inp": "mlp.gate"},
+        _qwen3_moe,
+        experts={
+            "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+            "ffn_up_exps": "mlp.experts.{}.up_proj",
+            "ffn_down_exps": "mlp.experts.{}.down_proj",
+        },
     ),
     "gemma2": Family(
         "gemma2", "Gemma2ForCausalLM", False, {**PROJECTIONS, **SANDWICH}, _gemma2, norm_offset=1.0

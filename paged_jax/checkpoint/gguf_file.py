@@ -78,7 +78,7 @@ class GGUFFile:
     def pieces(self, name: str, rows: np.ndarray | None = None) -> Iterator[np.ndarray]:
         """The tensor's values as float32, a few rows of its last axis at a time.
 
-        `rows` gives another order of the rows, or of the values of a tensor with one axis.
+        `rows` chooses rows in their order, or values of a tensor with one axis.
         """
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
@@ -86,11 +86,12 @@ class GGUFFile:
         tensor = self.tensors[name]
         kind = GGMLQuantizationType(tensor.type)
         num_values = math.prod(tensor.shape)
-        num_rows = math.prod(tensor.shape[:-1]) if rows is None else len(rows)
+        single = rows is not None and len(tensor.shape) == 1
+        num_rows = num_values if single else math.prod(tensor.shape[:-1])
         raw = np.frombuffer(self._map, np.uint8, tensor.num_bytes, tensor.offset)
         raw = raw.reshape(num_rows, -1)
         step = max(1, MAX_PIECE_BYTES * num_rows // (4 * num_values))
-        for begin in range(0, num_rows, step):
+        for begin in range(0, num_rows if rows is None else len(rows), step):
             piece = slice(begin, begin + step)
             values = raw[piece] if rows is None else raw[rows[piece]]
             try:
