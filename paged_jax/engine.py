@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, cast, get_args
 
 import jax
 import numpy as np
@@ -771,6 +771,39 @@ class Engine:
             self._progress.say(f"compiling: {program}")
             with self.step_clock.compiling():
                 self.runner.compile(program)
+
+    # -- scores -----------------------------------------------------------------------------
+
+    def score(
+        self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None
+    ) -> list[np.ndarray]:
+        """Log-probabilities of given tokens, by the very programs that sample.
+
+        For each sequence of n ids float32[n - 1]: the natural logarithm of the raw probability of
+        every token but the first, given those before it. Requests that run meanwhile go on; what
+        they gain comes with the next `step`. Raises RequestError for the first sequence that
+        cannot be scored, before any is.
+        """
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        for ids in token_ids:
+            self.check_request(ids, params, adapter=adapter)
+        names = [f"score-{self._num_requests}-{i}" for i in range(len(token_ids))]
+        for name, ids in zip(names, token_ids, strict=True):
+            self.add_request(name, ids, params, adapter=adapter)
+        found: dict[str, np.ndarray] = {}
+        others: list[SequenceUpdate] = []
+        while len(found) < len(names):
+            for update in self.step():
+                name = update.sequence.request.request_id
+                if name not in names:
+                    others.append(update)
+                elif update.finish_reason is FinishReason.ERROR:
+                    found[name] = np.full(len(update.sequence.token_ids) - 1, np.nan, np.float32)
+                elif update.finish_reason is not None:
+                    entries = cast(Sequence[TokenLogprob], update.prompt_logprobs)[1:]
+                    found[name] = np.array([entry.logprob for entry in entries], np.float32)
+        self._finished_at_birth += others
+        return [found[name] for name in names]
 
     # -- adapters ---------------------------------------------------------------------------
 

@@ -57,13 +57,13 @@ FLOORS = (
     | {"step_clock"},
     {"kv_cache", "host_blocks", "sharding", "layers", "attention", "rope", "rope_scaling"}
     | {"compile_cache"}
-    | {"params", "salts", "weights", "quantization", "lora"},
+    | {"params", "salts", "weights", "quantization", "lora", "taps"},
     {"models", "penalties", "sampling", "checkpoint", "hub", "generation_config"}
     | {"tokenizer", "chat_template", "detokenizer", "stop_strings", "token_text"}
     | {"prompts", "response", "beam_search", "logit_edits"},
     {"model_runner", "plan", "adapters", "grammar", "token_rules", "prompt_scores", "asked"},
     {"engine", "testing"},
-    {"async_engine", "llm"},
+    {"async_engine", "llm", "tunix_rollout"},
     {"machine", "doctor", "convert", "generate", "bench", "cli", "__init__", "__main__"},
 )
 

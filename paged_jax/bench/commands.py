@@ -220,6 +220,27 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     return run_calibrate(arguments.device, arguments.json)
 
 
+def _add_quant(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    group = parser.add_argument_group("Benchmark")
+    group.add_argument(
+        "--tokens",
+        type=_count,
+        default=128,
+        metavar="N",
+        help="of each of the four texts (default: %(default)s)",
+    )
+    _add_json(group)
+    _add_engine_flags(parser, {"quantization", "kv_cache_dtype"})
+
+
+def _quant(arguments: argparse.Namespace) -> int:
+    from paged_jax.bench.quant import run_quant
+
+    config = _engine_config(arguments, max_num_seqs=4, max_model_len=arguments.tokens + 1)
+    return run_quant(config, num_tokens=arguments.tokens, json_path=arguments.json)
+
+
 BENCHMARKS = {
     "offline": Benchmark(
         "run a trace through the engine; with --compare, through the baselines too",
@@ -236,6 +257,9 @@ BENCHMARKS = {
     ),
     "startup": Benchmark(
         "from the start of a process to the first token, cold and warm", _add_startup, _startup
+    ),
+    "quant": Benchmark(
+        "weights and KV cache in fewer bits: size, speed and error of each", _add_quant, _quant
     ),
     "host": Benchmark("the scheduler's own time, without a model", _add_host, _host),
     "calibrate": Benchmark(

@@ -12,6 +12,7 @@ from paged_jax.attention import Attend, dense
 from paged_jax.errors import ModelLoadError
 from paged_jax.layers import linear_paths
 from paged_jax.quantization import quantize_params
+from paged_jax.taps import add_taps
 from paged_jax.weights import Path, is_weight, tree_paths
 
 __all__ = [
@@ -116,7 +117,9 @@ def serve_split(graphdef: nnx.GraphDef, rest: nnx.State) -> tuple[Apply, Logits]
     """The two functions of an NNX module that was split into graph, parameters and the rest."""
 
     def apply(params, token_ids, positions, attend):
-        return nnx.merge(graphdef, params, rest)(token_ids, positions, attend)
+        module = nnx.merge(graphdef, params, rest)
+        add_taps(module, attend)
+        return module(token_ids, positions, attend)
 
     def logits(params, hidden):
         return nnx.merge(graphdef, params, rest).logits(hidden).astype(jnp.float32)
