@@ -65,6 +65,12 @@ class EngineConfig:
     lora_dir: str | None = _option(
         None, LORA, "folder of adapters as PEFT saves them; those in it are loaded at start"
     )
+    capture_layers: tuple[int, ...] = _option(
+        (), MODEL, "layers whose hidden states Engine.capture gives"
+    )
+    steering_layers: tuple[int, ...] = _option(
+        (), MODEL, "layers behind which a request may add a vector of its own"
+    )
 
     block_size: int = _option(64, CACHE, "tokens in a KV block")
     num_blocks: int | None = _option(None, CACHE, "KV blocks in the pool, the null block included")
@@ -170,6 +176,8 @@ class EngineConfig:
             raise ConfigError(f"swap_space must be above 0 GiB, got {self.swap_space}")
         if self.kv_offload and not self.enable_prefix_caching:
             raise ConfigError("kv_offload keeps cached prefixes: it needs enable_prefix_caching")
+        for name in ("capture_layers", "steering_layers"):
+            self._require_layers(name)
         if self.lora_dir is not None and not self.enable_lora:
             raise ConfigError("lora_dir holds LoRA adapters: it needs enable_lora")
         if not 0.0 < self.memory_utilization <= 1.0:
@@ -181,6 +189,14 @@ class EngineConfig:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+
+    def _require_layers(self, name: str) -> None:
+        value = getattr(self, name)
+        layers = value if isinstance(value, tuple | list) else (None,)
+        is_int = all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in layers)
+        if not is_int or len(set(layers)) < len(layers):
+            raise ConfigError(f"{name} must be different layer numbers, got {value!r}")
+        object.__setattr__(self, name, tuple(layers))
 
 
 def config_of(

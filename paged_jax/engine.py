@@ -7,6 +7,7 @@ Text is not its business: `LLM` and `AsyncEngine` put a tokenizer in front of it
 
 import contextlib
 import dataclasses
+import hashlib
 import logging
 import threading
 import time
@@ -22,6 +23,7 @@ from flax import linen, nnx
 
 from paged_jax.adapters import Adapters, adapter_targets, with_adapter_slots
 from paged_jax.asked import Asked, Prepared, needs_full_sampler, prepare, wants_of
+from paged_jax.captures import Captures, check_steering
 from paged_jax.compile_cache import use_compile_cache
 from paged_jax.compile_log import CompileCounter
 from paged_jax.config import EngineConfig, config_of
@@ -49,6 +51,7 @@ from paged_jax.salts import resalted, salt_of
 from paged_jax.sampling import Logprobs
 from paged_jax.sharding import choose_device
 from paged_jax.step_clock import StepClock
+from paged_jax.taps import check_taps
 from paged_jax.tokenizer import Tokenizer, load_tokenizer
 from scheduler import (
     ORDER_POLICIES,
@@ -240,6 +243,9 @@ class Engine:
             model = quantized(model, config.quantization)
         if config.enable_lora:
             model = with_adapter_slots(model, config.max_loras, config.max_lora_rank)
+        if config.capture_layers or config.steering_layers:
+            layers = {*config.capture_layers, *config.steering_layers}
+            check_taps(model.apply, model.params, sorted(layers))
         plan = make_plan(model, config, device)
         self.max_num_batched_tokens = plan.max_num_batched_tokens
         self.runner = size_runner(model, plan, config, device, self._progress)
@@ -263,6 +269,10 @@ class Engine:
         self.params_version: Version = 0
         self._params_number = 0
         self._asleep: Asleep | None = None
+        self._hidden_size = model.hidden_size
+        self._captures = Captures(config.capture_layers)
+        self._steering: dict[str, np.ndarray] = {}  # by request
+        self._steered_rows: set[int] = set()
         self._heeds_priority = order is not None or config.scheduling_policy == "priority"
         self._lag = 1 if config.overlap else 0
         self._pending: deque[_Pending] = deque()
@@ -413,6 +423,7 @@ class Engine:
         tenant: str = "",
         cache_salt: str = "",
         adapter: str | None = None,
+        steering: Mapping[int, Any] | None = None,
     ) -> None:
         """Raise RequestError, naming the field and the limit, if this could not be served.
 
@@ -422,6 +433,7 @@ class Engine:
         _check_text("tenant", tenant)
         _check_text("cache_salt", cache_salt)
         self._check_adapter(adapter)
+        check_steering(steering or {}, self.config.steering_layers, self._hidden_size)
         num_tokens = len(prompt_token_ids)
         if not num_tokens:
             raise RequestError("the prompt is empty: it needs at least one token", param="prompt")
@@ -500,14 +512,16 @@ class Engine:
         tenant: str = "",
         cache_salt: str = "",
         adapter: str | None = None,
+        steering: Mapping[int, Any] | None = None,
         prepared: Prepared | None = None,
     ) -> Request:
         """Queue a request; RequestError if it can never be served or its id is in use.
 
         Lower `priority` goes first; only the policy `priority` takes another one than 0. `tenant`
         is who shares fairly with others. Only requests of the same `cache_salt` share cached
-        prefixes. `adapter` names a LoRA adapter that is loaded. `prepared` is what `prepare` gave
-        for the parameters, where it was called before.
+        prefixes. `adapter` names a LoRA adapter that is loaded; `steering` has a vector [E] for
+        some of `steering_layers`, added behind them to the states of this request. `prepared` is
+        what `prepare` gave for the parameters, where it was called before.
         """
         self.check_request(
             prompt_token_ids,
@@ -516,6 +530,7 @@ class Engine:
             tenant=tenant,
             cache_salt=cache_salt,
             adapter=adapter,
+            steering=steering,
         )
         self._check_id_is_free(request_id)
         if self._asleep is not None:
@@ -523,6 +538,8 @@ class Engine:
         prepared = self.prepare(params) if prepared is None else prepared
         self._num_requests += 1
         loaded = None if adapter is None else self._adapters.find(adapter)
+        layers = self.config.steering_layers
+        vectors = check_steering(steering, layers, self._hidden_size) if steering else None
         request = Request(
             request_id,
             map(int, prompt_token_ids),
@@ -532,7 +549,9 @@ class Engine:
             eos_token_ids=self.eos_token_ids,
             priority=priority,
             tenant=tenant,
-            salt=salt_of(self._params_number, loaded and loaded.key, cache_salt),
+            salt=salt_of(
+                self._params_number, loaded and loaded.key, self._digest(vectors), cache_salt
+            ),
             adapter_id=loaded.slot_id if loaded else 0,
         )
         if params.max_tokens == 0 and params.prompt_logprobs is None:
@@ -543,10 +562,16 @@ class Engine:
             self._now = time.monotonic()
             self.scheduler.add(request)
             self._asked.add(request, prepared)
+            if vectors is not None:
+                self._steering[request_id] = vectors
             if self._step_log is not None:
                 self._step_log.add(request, self._now)
         self._num_prompt_tokens += len(prompt_token_ids)
         return request
+
+    @staticmethod
+    def _digest(vectors: np.ndarray | None) -> str:
+        return "" if vectors is None else hashlib.sha256(vectors.tobytes()).hexdigest()
 
     def _check_id_is_free(self, request_id: str) -> None:
         ended = (update.sequence.request.request_id for update in self._finished_at_birth)
@@ -600,6 +625,8 @@ class Engine:
             logger.error("a step failed and is done over", exc_info=failed.__cause__)
             self._start_over()
         self._asked.keep_only(self.scheduler.requests)
+        for request_id in [r for r in self._steering if r not in self.scheduler.requests]:
+            del self._steering[request_id]
         self._last_stats = self._make_stats()
         return updates
 
@@ -621,7 +648,11 @@ class Engine:
         """After a failed step the pool is gone, and with it every step in flight."""
         self._pending.clear()
         self._recompute_all()
+        self._allocate()
+
+    def _allocate(self) -> None:
         self.runner.allocate()
+        self._steered_rows.clear()
 
     def _dispatch(
         self, output: SchedulerOutput, began: float, updates: list[SequenceUpdate]
@@ -652,7 +683,10 @@ class Engine:
             self.runner.move_blocks(output.moves)
             self._count_tokens(output)
             if output.num_tokens:
-                hidden = self.runner.forward(batch, sizes)
+                self._steer(output)
+                hidden, captured = self.runner.forward(batch, sizes)
+                if captured is not None:
+                    self._captures.note(output, sizes.decodes, captured)
         if output.num_tokens:
             if self._pending and _awaits_a_token(output):
                 updates += self._update()  # while the device is at the backbone
@@ -669,6 +703,20 @@ class Engine:
         )
         host_s = time.perf_counter() - began
         return _Pending(output, result, record, host_s, scored, scores)
+
+    def _steer(self, output: SchedulerOutput) -> None:
+        """Give the rows that were lent anew the vectors of their requests, or none."""
+        if not self.config.steering_layers:
+            return
+        for sequence in output.started:
+            vectors = self._steering.get(sequence.request.request_id)
+            if vectors is not None:
+                self.runner.steer(sequence.row, vectors)
+                self._steered_rows.add(sequence.row)
+            elif sequence.row in self._steered_rows:
+                shape = (len(self.config.steering_layers), self._hidden_size)
+                self.runner.steer(sequence.row, np.zeros(shape, np.float32))
+                self._steered_rows.remove(sequence.row)
 
     def _count_tokens(self, output: SchedulerOutput) -> None:
         for sequence in output.started:
@@ -784,26 +832,59 @@ class Engine:
         they gain comes with the next `step`. Raises RequestError for the first sequence that
         cannot be scored, before any is.
         """
+        names = self._ask(token_ids, {"adapter": adapter})
+        return [_scores_of(ended) for ended in self._until_ended(names)]
+
+    def capture(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        *,
+        adapter: str | None = None,
+        steering: Mapping[int, Any] | None = None,
+    ) -> list[dict[int, np.ndarray]]:
+        """Hidden states of given tokens behind each of `capture_layers`: float32[n, E] by layer.
+
+        By the programs that serve; what `steering` adds is in them. Requests that run meanwhile go
+        on. Raises RequestError for the first sequence that the engine cannot take.
+        """
+        if not self.config.capture_layers:
+            raise ConfigError("this engine captures nothing: start it with capture_layers")
+        names = self._ask(token_ids, {"adapter": adapter, "steering": steering}, capture=True)
+        self._until_ended(names)
+        lengths = map(len, token_ids)
+        return [self._captures.take(name, n) for name, n in zip(names, lengths, strict=True)]
+
+    def _ask(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        standing: Mapping[str, Any],
+        *,
+        capture: bool = False,
+    ) -> list[str]:
+        """Queue requests that compute these tokens, from the first on, and draw none."""
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         for ids in token_ids:
-            self.check_request(ids, params, adapter=adapter)
-        names = [f"score-{self._num_requests}-{i}" for i in range(len(token_ids))]
+            self.check_request(ids, params, **standing)
+        names = [f"given-{self._num_requests}-{i}" for i in range(len(token_ids))]
         for name, ids in zip(names, token_ids, strict=True):
-            self.add_request(name, ids, params, adapter=adapter)
-        found: dict[str, np.ndarray] = {}
+            self.add_request(name, ids, params, **standing)
+            if capture:
+                self._captures.want(name)
+        return names
+
+    def _until_ended(self, names: Sequence[str]) -> list[SequenceUpdate]:
+        """Step until these requests have ended; their last updates. The others' are kept."""
+        ended: dict[str, SequenceUpdate] = {}
         others: list[SequenceUpdate] = []
-        while len(found) < len(names):
+        while len(ended) < len(names):
             for update in self.step():
                 name = update.sequence.request.request_id
                 if name not in names:
                     others.append(update)
-                elif update.finish_reason is FinishReason.ERROR:
-                    found[name] = np.full(len(update.sequence.token_ids) - 1, np.nan, np.float32)
                 elif update.finish_reason is not None:
-                    entries = cast(Sequence[TokenLogprob], update.prompt_logprobs)[1:]
-                    found[name] = np.array([entry.logprob for entry in entries], np.float32)
+                    ended[name] = update
         self._finished_at_birth += others
-        return [found[name] for name in names]
+        return [ended[name] for name in names]
 
     # -- adapters ---------------------------------------------------------------------------
 
@@ -908,7 +989,7 @@ class Engine:
             if self._asleep.params is None:
                 raise ModelLoadError("the weights were dropped: update_params() before wake()")
             self.runner.restore_params(self._asleep.params)
-        self.runner.allocate()
+        self._allocate()
         self._asleep = None
 
     def _drain(self, drain: "Drain") -> None:
@@ -989,6 +1070,14 @@ class Engine:
         self._compile_counter.close()
         if self._step_log is not None:
             self._step_log.close()
+
+
+def _scores_of(update: SequenceUpdate) -> np.ndarray:
+    """Of a request that only scored its prompt; NaN where the model's logits were not finite."""
+    if update.finish_reason is FinishReason.ERROR:
+        return np.full(update.sequence.num_prompt_tokens - 1, np.nan, np.float32)
+    entries = cast(Sequence[TokenLogprob], update.prompt_logprobs)[1:]
+    return np.array([entry.logprob for entry in entries], np.float32)
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

@@ -30,6 +30,7 @@ from paged_jax.params import leaves_like, place
 from paged_jax.penalties import TokenCounts, add_tokens, count_row, penalize
 from paged_jax.sampling import Logprobs, draw, logprobs_of, sample
 from paged_jax.sharding import on_host, replicated
+from paged_jax.taps import Steering, TappedAttend
 from paged_jax.weights import is_weight
 from pallas_kernels import Backend, KVPool, KVSpec, copy_blocks, read_blocks, write_blocks
 from scheduler import (
@@ -146,6 +147,8 @@ class ModelRunner:
         max_num_chunks: int,
         swaps: bool = False,
         patient: bool = False,
+        capture_layers: Sequence[int] = (),
+        steering_layers: Sequence[int] = (),
     ):
         self.model = model._replace(params=None)  # ours alone: they are freed when replaced
         self.backend = backend
@@ -161,6 +164,9 @@ class ModelRunner:
         self._host_sharding = on_host(mesh)
         self._swaps = swaps
         self._patient = patient
+        self._capture_layers = tuple(capture_layers)
+        self._steering_layers = tuple(steering_layers)
+        self._steering: jax.Array | None = None  # [max_num_seqs + 1, L, E], by row
         self._num_padded: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self._host_blocks = HostBlocks()
         self._compiled: dict[Program, Callable] = {}
@@ -181,10 +187,13 @@ class ModelRunner:
             pools = tuple(self.backend.init_pool(spec) for spec in self.specs)
             last_tokens = jnp.zeros(self._max_num_seqs + 1, jnp.int32)
         self._state = jax.device_put(DeviceState(pools, last_tokens), self._sharding)
+        if self._steering_layers:
+            like = self._abstract_steering()
+            self._steering = jax.device_put(np.zeros(like.shape, like.dtype), self._sharding)
 
     def release(self) -> None:
         """Free the pools and everything else that `allocate` and requests made."""
-        self._state = self._counts = self._no_chunks = None
+        self._state = self._counts = self._no_chunks = self._steering = None
         self._no_edits.clear()
         self._host_blocks = HostBlocks()
 
@@ -273,6 +282,8 @@ class ModelRunner:
             yield Program("sample_full", (rows,))
         yield self._count_program
         yield SCORE
+        if self._steering_layers:
+            yield STEER
         for group in range(len(self.specs)):
             yield Program("copy", (group, self._max_num_seqs))
             for num_blocks in PARCEL_SIZES if self._swaps else ():
@@ -390,6 +401,8 @@ class ModelRunner:
             return self._lower_count(*program.size)
         if program.kind == "score":
             return self._lower_score(*program.size)
+        if program.kind == "steer":
+            return self._lower_steer()
         if program.kind == "copy":
             return self._lower_copy(*program.size)
         if program.kind == "swap_out":
@@ -431,7 +444,7 @@ class ModelRunner:
             ),
         )
 
-        def backbone(params, pools, last_tokens, step):
+        def backbone(params, pools, last_tokens, steering, step):
             # Only one-token rows can have a token that the host has not seen.
             device_tokens = last_tokens[step.rows[:decodes]]
             token_ids = jnp.concatenate(
@@ -448,19 +461,40 @@ class ModelRunner:
                 backend=self.backend,
             )
             params = with_adapter_ids(params, _of_tokens(step.adapter_ids, step.attn, decodes))
-            hidden = self.model.apply(params, token_ids, step.positions, attend)
-            return attend.pools(), Hidden(
+            taps = self._taps(attend, steering, _of_tokens(step.rows, step.attn, decodes))
+            hidden = self.model.apply(params, token_ids, step.positions, taps or attend)
+            states = Hidden(
                 hidden[step.logits_indices],
                 _padded(hidden[:decodes], self._max_num_seqs),
                 _padded(hidden[decodes:], self.buckets.chunks[-1] if chunk_tokens else 0),
             )
+            return attend.pools(), taps and taps.captured(), states
 
         return jax.jit(backbone, donate_argnums=1).lower(
             self._abstract(self._params),
             self._abstract_pools(),
             array(self._max_num_seqs + 1),
+            self._abstract_steering() if self._steering_layers else None,
             step,
         )
+
+    def _taps(
+        self, attend: PagedAttend, steering: jax.Array | None, rows: jax.Array
+    ) -> TappedAttend | None:
+        if steering is None and not self._capture_layers:
+            return None
+        added = None if steering is None else Steering(self._steering_layers, steering, rows)
+        return TappedAttend(attend, capture_layers=self._capture_layers, steering=added)
+
+    def _abstract_steering(self) -> jax.ShapeDtypeStruct:
+        shape = (self._max_num_seqs + 1, len(self._steering_layers), self.model.hidden_size)
+        return self._abstract_array(*shape, dtype=jnp.float32)
+
+    def _lower_steer(self) -> Any:
+        table, scalar = self._abstract_steering(), self._abstract_array()
+        vectors = self._abstract_array(*table.shape[1:], dtype=jnp.float32)
+        put = jax.jit(lambda table, row, new: table.at[row].set(new), donate_argnums=0)
+        return put.lower(table, scalar, vectors)
 
     def _abstract_array(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
@@ -646,10 +680,11 @@ class ModelRunner:
 
     def execute(self, batch: Batch, sizes: StepSizes) -> StepResult | None:
         """Dispatch a step of which nobody asks anything special; its result stays on the device."""
-        return self.draw(self.forward(batch, sizes), batch, sizes)
+        return self.draw(self.forward(batch, sizes)[0], batch, sizes)
 
-    def forward(self, batch: Batch, sizes: StepSizes) -> Hidden:
-        """Dispatch the backbone: keys and values are written, tokens not drawn yet."""
+    def forward(self, batch: Batch, sizes: StepSizes) -> tuple[Hidden, jax.Array | None]:
+        """Dispatch the backbone: keys and values are written, tokens not drawn yet. With it come
+        the states behind the layers to capture [C, T, E], if there are some."""
         backbone = self.compile(Program("backbone", (sizes.decodes, sizes.chunk_tokens)))
         inputs = _BackboneInputs(
             batch.token_ids,
@@ -661,9 +696,13 @@ class ModelRunner:
             batch.attn,
         )
         pools, last_tokens = self._take_state()
-        pools, hidden = backbone(self._params, pools, last_tokens, inputs)
+        pools, captured, hidden = backbone(self._params, pools, last_tokens, self._steering, inputs)
         self._state = DeviceState(pools, last_tokens)
-        return hidden
+        return hidden, captured
+
+    def steer(self, row: int, vectors: np.ndarray) -> None:
+        """From the next step on, add float32[L, E] behind the steering layers of a row."""
+        self._steering = self.compile(STEER)(self._steering, np.int32(row), vectors)
 
     def draw(
         self,
@@ -781,6 +820,7 @@ def _of_tokens(by_row: jax.Array, attn: AttentionMetadata, decodes: int) -> jax.
 
 
 SCORE = Program("score", (SCORED_TOKENS,))
+STEER = Program("steer", ())
 
 
 def _padded(hidden: jax.Array, size: int) -> jax.Array:

@@ -147,6 +147,8 @@ def size_runner(
             max_num_chunks=MAX_NUM_CHUNKS,
             swaps=_uses_host(config),
             patient=config.warmup == "lazy",
+            capture_layers=config.capture_layers,
+            steering_layers=config.steering_layers,
         )
 
     if config.num_blocks is not None:

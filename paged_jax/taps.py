@@ -5,7 +5,7 @@ to it. The vectors lie in a table by batch row, a leaf of the device's state, so
 compiles nothing and takes no argument of the model's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from paged_jax.attention import Attend
+from paged_jax.attention import Attend, dense
 from paged_jax.errors import ModelLoadError
 
-__all__ = ["TappedAttend", "add_taps", "tap"]
+__all__ = ["Steering", "TappedAttend", "add_taps", "check_taps", "tap"]
 
 
 class TappedAttend:
@@ -95,7 +95,7 @@ class _TappedLayer(nnx.Module):
         self.attend = attend
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        result = self.layer(*args, **options)  # type: ignore[operator]
+        result = self.layer(*args, **options)
         if isinstance(result, tuple):
             return (self.attend.tap(result[0], self.index), *result[1:])
         return self.attend.tap(result, self.index)
@@ -110,3 +110,16 @@ def add_taps(module: nnx.Module, attend: Attend) -> None:
     if isinstance(attend, TappedAttend) and isinstance(layers, nnx.List):
         for index, layer in enumerate(layers):
             layers[index] = _TappedLayer(layer, index, attend)
+
+
+def check_taps(apply: Callable[..., Any], params: Any, layers: Iterable[int]) -> None:
+    """ModelLoadError if the model has no tap behind one of these layers. Looks at shapes only."""
+    tokens = jax.ShapeDtypeStruct((8,), jnp.int32)
+    layers = tuple(layers)
+
+    def run(params, token_ids):
+        attend = TappedAttend(dense(jnp.zeros_like(token_ids)), capture_layers=layers)
+        apply(params, token_ids, token_ids, attend)
+        return attend.captured()
+
+    jax.eval_shape(run, params, tokens)

@@ -61,7 +61,16 @@ FLOORS = (
     {"models", "penalties", "sampling", "checkpoint", "hub", "generation_config"}
     | {"tokenizer", "chat_template", "detokenizer", "stop_strings", "token_text"}
     | {"prompts", "response", "beam_search", "logit_edits"},
-    {"model_runner", "plan", "adapters", "grammar", "token_rules", "prompt_scores", "asked"},
+    {
+        "model_runner",
+        "plan",
+        "adapters",
+        "captures",
+        "grammar",
+        "token_rules",
+        "prompt_scores",
+        "asked",
+    },
     {"engine", "testing"},
     {"async_engine", "llm", "tunix_rollout"},
     {"machine", "doctor", "convert", "generate", "bench", "cli", "__init__", "__main__"},
