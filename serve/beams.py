@@ -1,6 +1,7 @@
 """Beam search in the shape of a request: a choice for each beam, all in one output."""
 
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from paged_jax import BeamSearchParams, CompletionOutput, RequestOutput
 from serve.engine import Engine
@@ -12,21 +13,13 @@ async def beam_outputs(
     params: BeamSearchParams,
     *,
     request_id: str,
-    priority: int,
-    tenant: str,
-    cache_salt: str,
-    adapter: str | None = None,
+    **standing: Any,
 ) -> AsyncGenerator[RequestOutput]:
-    """The one output of a search. Closing the generator, or cancelling who reads it, aborts it."""
-    found = await engine.beam_search(
-        prompt,
-        params,
-        request_id=request_id,
-        priority=priority,
-        tenant=tenant,
-        cache_salt=cache_salt,
-        adapter=adapter,
-    )
+    """The one output of a search. Closing the generator, or cancelling who reads it, aborts it.
+
+    standing: of who asks, as `Caller.standing` says it.
+    """
+    found = await engine.beam_search(prompt, params, request_id=request_id, **standing)
     choices = tuple(
         CompletionOutput(index, beam.text, beam.token_ids, beam.finish_reason)
         for index, beam in enumerate(found.beams)
