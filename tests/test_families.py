@@ -81,7 +81,7 @@ def test_logits_equal_the_published_implementation(model, golden):
     np.testing.assert_allclose(got, golden["logits"], atol=2e-4)
 
 
-def test_greedy_tokens_survive_chunks_preemption_and_the_prefix_cache(engine, golden):
+def test_a90_greedy_tokens_survive_chunks_preemption_and_the_prefix_cache(engine, golden):
     """In chunks of 8, beside a neighbour for which the blocks do not suffice, then from cache."""
     prompt, wanted = golden["prompt_token_ids"], golden["greedy_token_ids"]
     params = SamplingParams(temperature=0.0, max_tokens=len(wanted), ignore_eos=True)

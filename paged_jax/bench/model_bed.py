@@ -36,7 +36,12 @@ def load_bed(config: EngineConfig, progress: Progress) -> "ModelBed":
     use_compile_cache(config.compilation_cache_dir)
     device = choose_device(config.device)
     with jax.default_device(device):
-        model = load_model(files.directory, dtype=choose_dtype(config, device), progress=progress)
+        model = load_model(
+            files.directory,
+            dtype=choose_dtype(config, device),
+            max_model_len=config.max_model_len,
+            progress=progress,
+        )
     return ModelBed(model, files.name, progress, directory=files.directory)
 
 

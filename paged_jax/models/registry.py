@@ -63,7 +63,7 @@ FAMILIES = (
     Family("Qwen3ForCausalLM", "qwen3", qwen3.parse),
     Family("Qwen3MoeForCausalLM", "qwen3_moe", qwen3_moe.parse, qwen3_moe.source),
     Family("Gemma2ForCausalLM", "gemma2", gemma2.parse),
-    Family("Gemma3ForCausalLM", "gemma3_text", gemma3.parse),
+    Family("Gemma3ForCausalLM", "gemma3_text", gemma3.parse, canonical=gemma3.canonical),
     Family(
         "Gemma3ForConditionalGeneration",
         "gemma3",
