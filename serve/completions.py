@@ -49,8 +49,10 @@ async def create_completion(front: Front, request: Request) -> Reply:
         submit = functools.partial(beam_outputs, front.engine, params=beams)
     else:
         shaped: dict[str, Any] = {"logprobs": num_logprobs}
-        if body.echo and num_logprobs is not None:
-            shaped["prompt_logprobs"] = max(num_logprobs, asked.prompt_logprobs or 0)
+        wanted = fields.sampling.get("prompt_logprobs", 0)
+        is_number = type(wanted) is int and wanted >= 0  # else it is left to be refused
+        if body.echo and num_logprobs is not None and is_number:
+            shaped["prompt_logprobs"] = max(num_logprobs, wanted)
         params, submit = generating(front, fields, COMPLETION_MAX_TOKENS, shaped)
     prompts = await completion_prompts(front.engine, body, params.num_samples)
     form = CompletionFormat(

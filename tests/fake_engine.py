@@ -23,6 +23,7 @@ from paged_jax import (
     RequestError,
     RequestOutput,
     SamplingParams,
+    TokenLogprob,
 )
 
 BOS = 256
@@ -188,6 +189,9 @@ class FakeEngine:
     ) -> AsyncIterator[RequestOutput]:
         with self._request(request_id, prompt, params, caller):
             num_tokens = 0
+            scores = None
+            if params.prompt_logprobs is not None:
+                scores = (None, *(TokenLogprob(token_id, -1.5, {}) for token_id in prompt[1:]))
             async for new in self._outputs(len(prompt), params):
                 num_tokens += sum(len(output.token_ids) for output in new)
                 yield RequestOutput(
@@ -199,7 +203,9 @@ class FakeEngine:
                     num_cached_tokens=1,
                     num_generated_tokens=num_tokens,
                     queue_s=self.queue_s,
+                    prompt_logprobs=scores,
                 )
+                scores = None
             if params.num_samples > params.n:
                 best = (
                     CompletionOutput(k, text_of(4, self.pieces), (0, 1, 2, 3), "stop")

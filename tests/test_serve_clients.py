@@ -108,6 +108,12 @@ def test_a44_logprobs_with_and_without_top_logprobs(server):
         assert error["param"] == "logprobs"
 
 
+def test_prompt_logprobs_of_the_wrong_kind_are_refused_with_an_echo_too(server):
+    for wrong in ("2", True, 1.5, -1, 21):
+        body = {"prompt": "x", "echo": True, "logprobs": 1, "prompt_logprobs": wrong}
+        assert refused(server, COMPLETIONS, body)["param"] == "prompt_logprobs"
+
+
 def test_a63_logprobs_of_the_whole_vocabulary_are_refused(server):
     for count in (-1, 21, VOCAB_SIZE, VOCAB_SIZE - 1):
         error = refused(server, COMPLETIONS, {"prompt": [5] * 500, "prompt_logprobs": count})
