@@ -997,8 +997,12 @@ class Engine:
         early: list[SequenceUpdate] = []
         while drain == "wait" and self.has_unfinished:
             early += self.step()
-        while self._pending:
-            early += self._update()
+        try:
+            while self._pending:
+                early += self._update()
+        except _StepFailedError as failed:
+            logger.error("a step failed before it was waited for", exc_info=failed.__cause__)
+            self._start_over()
         if drain == "abort":
             for request in list(self.scheduler.requests.values()):
                 ended = self.scheduler.abort(request.request_id)
