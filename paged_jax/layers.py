@@ -50,22 +50,31 @@ def linear(
 
     `w` may be quantized or have adapters: a `Weight`.
 
-    Chosen when the program is lowered, by the platform it is lowered for: on the CPU a few rows
-    are multiplied as `(w @ x.T).T`, which reads the weights in the order in which they lie.
+    Chosen when the program is lowered, by the platform it is lowered for.
     """
     dtype = x.dtype if dtype is None else dtype
     if isinstance(w, Weight):
         y = w.multiply(x, dtype)
-    elif x.shape[0] <= FEW_ROWS:
+    else:
         y = lax.platform_dependent(
             x,
             w,
-            cpu=lambda x, w: weights_first(x, w, dtype),
+            cpu=lambda x, w: on_cpu(x, w, dtype),
             default=lambda x, w: rows_first(x, w, dtype),
         )
-    else:
-        y = rows_first(x, w, dtype)
     return y if b is None else y + b.astype(dtype)[None, :]
+
+
+def on_cpu(x: Array, w: Array, dtype: DTypeLike) -> Array:
+    """The form that XLA's CPU is fastest in (docs/performance.md).
+
+    A few rows of float32 go as `(w @ x.T).T`, which reads the weights in the order in which they
+    lie. Shorter floats are fast only as they are written, into float32, and not a row alone.
+    """
+    if x.dtype.itemsize == 2:
+        rows = jnp.concatenate([x, x]) if x.shape[0] == 1 else x
+        return rows_first(rows, w, jnp.float32)[: x.shape[0]].astype(dtype)
+    return weights_first(x, w, dtype) if x.shape[0] <= FEW_ROWS else rows_first(x, w, dtype)
 
 
 def rows_first(x: Array, w: Array, dtype: DTypeLike) -> Array:
