@@ -4,6 +4,7 @@ A pool holds the keys and values of all layers in blocks; a back end, chosen onc
 its layout. Everything above sees block ids only.
 """
 
+from pallas_kernels.gpu import GpuBackend
 from pallas_kernels.metadata import AttentionMetadata, GroupMetadata
 from pallas_kernels.ops import copy_blocks, paged_attention, read_blocks, write_blocks, write_kv
 from pallas_kernels.pool import KV_HEADS, KVPool, KVSpec, PoolLayout
@@ -20,11 +21,13 @@ from pallas_kernels.xla import XlaBackend
 
 register_backend(ReferenceBackend())
 register_backend(XlaBackend())
+register_backend(GpuBackend())
 
 __all__ = [
     "KV_HEADS",
     "AttentionMetadata",
     "Backend",
+    "GpuBackend",
     "GroupMetadata",
     "KVPool",
     "KVSpec",

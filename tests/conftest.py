@@ -78,8 +78,15 @@ class SkipGuard:
             terminalreporter.write_line(f"skipped, which CI does not accept: {line}", red=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The real model's tests first: they take longest, and the others fill the second worker."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The real model's tests first: they take longest, and the others fill the second worker.
+
+    Those of the sweep only where `-m` asks for them.
+    """
+    if "sweep" not in config.option.markexpr:
+        swept = [item for item in items if item.get_closest_marker("sweep")]
+        config.hook.pytest_deselected(items=swept)
+        items[:] = [item for item in items if item not in swept]
     slow_files = {item.path for item in items if item.path.stem.startswith("test_smollm2")}
     items.sort(key=lambda item: item.path not in slow_files)
 

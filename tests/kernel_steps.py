@@ -10,6 +10,9 @@ import numpy as np
 
 from pallas_kernels import KVPool, KVSpec, get_backend, paged_attention, write_kv
 
+# The back ends that run as they are on any machine; those of kernels have tests of their own.
+PORTABLE = ("reference", "xla")
+
 
 class Attn(NamedTuple):
     """AttentionMetadata, as the scheduler fills it."""

@@ -1,0 +1,79 @@
+"""Load and multiply: all in which the compiled and the interpreted Hopper kernel differ.
+
+The interpreter of JAX 0.10 knows copies, barriers and shared memory, but neither register layouts
+nor transposed operands; `Interpreted` says the same with plain `jnp`.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+@dataclass(frozen=True)
+class Wgmma:
+    """A Hopper warpgroup's matrix instruction, and its layout of values in registers."""
+
+    def row_vector(self, ref) -> jax.Array:
+        """`[M]` in shared memory, each value with the thread that holds its row."""
+        return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+    def fill_rows(self, value: float, num_rows: int) -> jax.Array:
+        full = jnp.full((num_rows,), value, jnp.float32)
+        return plgpu.layout_cast(full, plgpu.Layout.WGMMA.reduce(1))
+
+    def zeros(self, shape: tuple[int, int]) -> jax.Array:
+        return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+
+    def iota(self, shape: tuple[int, int], axis: int) -> jax.Array:
+        return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+    def scores(self, q_ref, k_ref) -> jax.Array:
+        """`[M, D]` times `[J, D]` transposed, both in shared memory, in float32."""
+
+        def multiply(acc_ref):
+            plgpu.wgmma(acc_ref, q_ref, plgpu.transpose_ref(k_ref, (1, 0)))
+            return acc_ref[...]
+
+        shape = (q_ref.shape[0], k_ref.shape[0])
+        return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+    def add_values(self, acc: jax.Array, weights: jax.Array, v_ref) -> jax.Array:
+        """`acc [M, D]` plus `weights [M, J]`, rounded to the values' dtype, times `[J, D]`."""
+
+        def multiply(acc_ref):
+            plgpu.wgmma(acc_ref, weights.astype(v_ref.dtype), v_ref)
+
+        return pl.run_state(multiply)(plgpu.ACC.init(acc))
+
+
+@dataclass(frozen=True)
+class Interpreted:
+    """The same products in plain `jnp`, for the interpreter."""
+
+    def row_vector(self, ref) -> jax.Array:
+        return ref[...]
+
+    def fill_rows(self, value: float, num_rows: int) -> jax.Array:
+        return jnp.full((num_rows,), value, jnp.float32)
+
+    def zeros(self, shape: tuple[int, int]) -> jax.Array:
+        return jnp.zeros(shape, jnp.float32)
+
+    def iota(self, shape: tuple[int, int], axis: int) -> jax.Array:
+        return lax.broadcasted_iota(jnp.int32, shape, axis)
+
+    def scores(self, q_ref, k_ref) -> jax.Array:
+        q, k = q_ref[...].astype(jnp.float32), k_ref[...].astype(jnp.float32)
+        return lax.dot_general(q, k, (((1,), (1,)), ((), ())), precision="highest")
+
+    def add_values(self, acc: jax.Array, weights: jax.Array, v_ref) -> jax.Array:
+        rounded = weights.astype(v_ref.dtype).astype(jnp.float32)
+        v = v_ref[...].astype(jnp.float32)
+        return acc + lax.dot_general(rounded, v, (((1,), (0,)), ((), ())), precision="highest")
+
+
+MatrixUnit = Wgmma | Interpreted

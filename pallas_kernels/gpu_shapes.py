@@ -1,0 +1,46 @@
+"""One layer's write and attention on a GPU, as a function and the shapes of its arguments."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gpu import GpuBackend
+from pallas_kernels.metadata import GroupMetadata
+from pallas_kernels.pool import KVPool, KVSpec
+from pallas_kernels.scoring import Scoring
+
+
+def attention_program(
+    head_size: int, *, decode_rows: int = 0, chunk_tokens: int = 0, table_width: int = 256
+) -> tuple[Callable[..., Any], tuple[Any, ...], int]:
+    """For 32 heads over 8 KV heads in bfloat16: a function `(pool, q, k, v, attn)`, the shapes of
+    its arguments, and the pool's size in bytes."""
+    backend = GpuBackend()
+    spec = KVSpec(2, 4096, 16, 8, head_size, jnp.dtype("bfloat16"))
+    layout = backend.layout(spec)
+    layer = jnp.int32(1)
+
+    def program(pool, q, k, v, attn):
+        pool = backend.write_kv(pool, k, v, attn.slot_mapping, layer=layer)
+        scoring = Scoring(head_size**-0.5, None, None, None, None, None)
+        out = backend.paged_attention(q, pool, attn, scoring, layer=layer, decode_rows=decode_rows)
+        return out, pool
+
+    tokens, rows = decode_rows + chunk_tokens, decode_rows + (4 if chunk_tokens else 0)
+
+    def integers(*size: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(size, jnp.int32)
+
+    attn = GroupMetadata(
+        integers(tokens),
+        integers(rows, table_width),
+        integers(rows),
+        integers(rows + 1),
+        integers(),
+        integers(),
+    )
+    q = jax.ShapeDtypeStruct((tokens, 32, head_size), spec.dtype)
+    kv = jax.ShapeDtypeStruct((tokens, 8, head_size), spec.dtype)
+    return program, (KVPool(layout.arrays, spec), q, kv, kv, attn), layout.num_bytes

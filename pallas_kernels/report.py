@@ -1,0 +1,112 @@
+"""`python -m pallas_kernels.report`: what the kernels must move and multiply, beside what each chip
+can. With `--compile` also what XLA and ptxas make of the Hopper kernel, for which no GPU is needed.
+"""
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+
+import jax.numpy as jnp
+
+from pallas_kernels.gpu_tuning import ROW_TILE_LEN, tune
+from pallas_kernels.pool import KVSpec
+from pallas_kernels.roofline import CHIPS, Work, attention_work
+
+HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}  # Llama-3-8B's
+STEPS = {
+    "decode 64 x 2,048": ([1] * 64, [2048] * 64),
+    "prefill 8,192": ([8192], [8192]),
+}
+HEAD_SIZES = (64, 80, 96, 128, 256)
+
+
+def roofline_table() -> Iterator[Sequence[str]]:
+    """The shortest time of one layer's attention on each chip, and what limits it."""
+    yield ("chip", "GB/s", "TFLOP/s", "ridge", *(f"{name}, ms" for name in STEPS), "source")
+    for name, chip in CHIPS.items():
+        times = []
+        for query_lens, seq_lens in STEPS.values():
+            work = attention_work(query_lens, seq_lens, **HEADS, kv_itemsize=2)
+            times.append(f"{1e3 * work.seconds_on(chip):.3f} ({work.limit_on(chip)})")
+        rates = (f"{chip.bytes_per_s / 1e9:.0f}", f"{chip.flops_per_s / 1e12:.0f}")
+        yield (name, *rates, f"{chip.ridge:.0f}", *times, chip.source)
+
+
+def tile_table(chip_name: str = "h200") -> Iterator[Sequence[str]]:
+    """One key tile of the Hopper kernel: what it moves and multiplies, padding included, and the
+    share of the memory's rate that the matrix unit leaves possible."""
+    chip = CHIPS[chip_name]
+    yield (
+        "kernel",
+        "D",
+        "rows",
+        "stages",
+        "smem KiB",
+        "B/tile",
+        "flop/tile",
+        "flop/B",
+        "memory share",
+    )
+    for kind, rows in (("decode", 4), ("prefill", 128)):
+        for head_size in HEAD_SIZES:
+            spec = KVSpec(1, 1, 16, 8, head_size, jnp.dtype("bfloat16"))
+            config = tune(spec, num_tiles=lambda _: 64, rows=rows, capacity=4096)
+            num_bytes = 2 * config.tile_len * head_size * 2
+            flops = 4 * ROW_TILE_LEN * config.warpgroups * config.tile_len * head_size
+            work = Work(num_bytes, flops)
+            share = num_bytes / chip.bytes_per_s / work.seconds_on(chip)
+            yield (
+                kind,
+                f"{head_size}",
+                f"{config.rows}",
+                f"{config.stages}",
+                f"{config.smem_bytes(spec, False) // 1024}",
+                f"{num_bytes}",
+                f"{flops}",
+                f"{flops / num_bytes:.0f}",
+                f"{share:.2f}",
+            )
+
+
+def compile_table(chip_name: str = "h200") -> Iterator[Sequence[str]]:
+    """What the assembler says of each kernel; raises where the compilers are not installed."""
+    from pallas_kernels import aot_gpu
+    from pallas_kernels.gpu_shapes import attention_program
+
+    if reason := aot_gpu.why_no_gpu_compiler():
+        raise SystemExit(reason)
+    yield ("kernel", "D", "compile s", "registers", "spilled B", "temporaries MiB", "pool in place")
+    for kind, rows in (("decode", {"decode_rows": 64}), ("prefill", {"chunk_tokens": 2048})):
+        for head_size in HEAD_SIZES:
+            program, args, pool_bytes = attention_program(head_size, **rows)
+            compiled = aot_gpu.compile_for_gpu(chip_name, program, *args, donate_argnums=0)
+            (kernel,) = compiled.kernels
+            yield (
+                kind,
+                f"{head_size}",
+                f"{compiled.lower_s + compiled.compile_s:.1f}",
+                f"{kernel.registers}",
+                f"{kernel.spill_bytes}",
+                f"{compiled.temporary_bytes / 2**20:.0f}",
+                "yes" if compiled.alias_bytes == pool_bytes else "no",
+            )
+
+
+def markdown(rows: Iterator[Sequence[str]]) -> str:
+    head, *body = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([head, "|--" * (head.count("|") - 1) + "|", *body])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.report", description=__doc__)
+    parser.add_argument("--compile", action="store_true", help="compile for a Hopper GPU, too")
+    arguments = parser.parse_args()
+    print(markdown(roofline_table()), "\n")
+    print(markdown(tile_table()))
+    if arguments.compile:
+        print("\n" + markdown(compile_table()))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    main()
