@@ -227,13 +227,13 @@ def test_a40_a_row_of_nan_ends_its_request_and_no_other(engine, fields, monkeypa
         run.add(request_id, *job)
 
     def break_third_token(batch, sizes):
-        hidden = forward(batch, sizes)
+        hidden, captured = forward(batch, sizes)
         rows = [s.row for s in engine.scheduler.running if s.request.request_id == "broken"]
         for i in np.flatnonzero(np.isin(batch.sample_rows, rows)):
             if batch.sampling.positions[i] == len(PROMPTS[1]) + 2:
                 broken = hidden.sampled.at[int(i)].set(np.nan)
                 hidden = hidden._replace(sampled=broken)
-        return hidden
+        return hidden, captured
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner, "forward", break_third_token)
