@@ -17,11 +17,13 @@ from pallas_kernels.registry import (
     register_backend,
 )
 from pallas_kernels.scoring import Scoring
+from pallas_kernels.tpu import TpuBackend
 from pallas_kernels.xla import XlaBackend
 
 register_backend(ReferenceBackend())
 register_backend(XlaBackend())
 register_backend(GpuBackend())
+register_backend(TpuBackend())
 
 __all__ = [
     "KV_HEADS",
@@ -33,6 +35,7 @@ __all__ = [
     "KVSpec",
     "PoolLayout",
     "Scoring",
+    "TpuBackend",
     "backend_names",
     "choose_backend",
     "copy_blocks",

@@ -100,12 +100,16 @@ def random_sequences(shape: Shape, rows: Rows, seed: int = 0) -> list[Sequence]:
     def random(*size: int) -> np.ndarray:
         return rng.normal(size=size).astype(np.float32).astype(jnp.dtype(shape.dtype))
 
+    def stored(*size: int) -> np.ndarray:
+        """Numbers that the pool can hold."""
+        return random(*size).astype(jnp.dtype(shape.pool_dtype)).astype(jnp.dtype(shape.dtype))
+
     kv = (shape.num_kv_heads, shape.head_size)
     return [
         Sequence(
             random(query_len, shape.num_heads, shape.head_size),
-            random(seq_len, *kv),
-            random(seq_len, *kv),
+            stored(seq_len, *kv),
+            stored(seq_len, *kv),
         )
         for _, query_len, seq_len in rows.placed(shape)
     ]

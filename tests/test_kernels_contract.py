@@ -186,15 +186,14 @@ def test_a82_a_slot_outside_the_pool_is_dropped(backend):
     def write(slots, layer):
         metadata = attn._replace(slot_mapping=slots)
         written = write_kv(pool, new, new, metadata, layer=layer, backend=get_backend(backend))
-        return [jnp.sum(array != 7.0) for array in written.arrays]
+        return sum(jnp.sum(array == 1.0) for array in written.arrays)
 
     for layer in range(3):
-        assert write(slots, layer) == [0, 0]
+        assert write(slots, layer) == 0
     good = np.full_like(slots, (n - 1) * b)  # the last block: written when it is meant
-    size = shape.num_kv_heads * shape.head_size
-    assert write(good, 2) == [size, size]
+    assert write(good, 2) == 2 * shape.num_kv_heads * shape.head_size
     for layer in (-1, 3, 2**31 - 1, -(2**31)):
-        assert write(good, layer) == [0, 0]
+        assert write(good, layer) == 0
     with pytest.raises(ValueError, match="layer 3 is outside the pool's 3 layers"):
         write_kv(pool, new, new, attn, layer=3, backend=get_backend(backend))
 
@@ -225,10 +224,11 @@ def test_a_row_longer_than_its_table_sees_what_the_table_has(backend):
     assert_close(out, expected_output(shape, step))
 
 
+@pytest.mark.parametrize("counts", [(2, 3, 4, 5)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a84_ragged_lengths_in_all_orders(backend):
+def test_a84_ragged_lengths_in_all_orders(backend, counts):
     lengths = (1, 3, 4, 5, 8, 9)
-    for count in range(2, 6):
+    for count in counts:
         for seed, order in enumerate(itertools.permutations(lengths, count)):
             chunks = tuple((length, length) for length in order)
             step = make_step(SHORT, Rows(chunks=chunks), seed=seed)

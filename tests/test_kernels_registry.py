@@ -25,7 +25,7 @@ def own_registry(monkeypatch):
 
 
 def test_the_built_in_back_ends():
-    assert backend_names() == ("gpu", "reference", "xla")
+    assert backend_names() == ("gpu", "reference", "tpu", "xla")
     assert get_backend("xla") == XlaBackend()
     assert get_backend("reference") == ReferenceBackend()
 
@@ -38,7 +38,7 @@ def test_a_back_end_is_a_hashable_value():
 
 def test_an_unknown_name_is_told_the_known_ones():
     for call in (lambda: get_backend("cuda"), lambda: choose_backend("cuda", "NVIDIA H200")):
-        with pytest.raises(ValueError, match="back end 'cuda'; known: gpu, reference, xla"):
+        with pytest.raises(ValueError, match="back end 'cuda'; known: gpu, reference, tpu, xla"):
             call()
 
 
@@ -59,7 +59,7 @@ def test_a_new_back_end_is_known_after_it_is_registered():
     mine = dataclasses.replace(ReferenceBackend(), name="mine")
     assert register_backend(mine) == mine
     assert get_backend("mine") is mine
-    assert backend_names() == ("gpu", "mine", "reference", "xla")
+    assert backend_names() == ("gpu", "mine", "reference", "tpu", "xla")
     assert choose_backend("mine", "cpu")[0] is mine
 
 
