@@ -72,7 +72,7 @@ class EngineConfig:
         (), MODEL, "layers behind which a request may add a vector of its own"
     )
 
-    block_size: int = _option(64, CACHE, "tokens in a KV block")
+    block_size: int = _option(16, CACHE, "tokens in a KV block")
     num_blocks: int | None = _option(None, CACHE, "KV blocks in the pool, the null block included")
     kv_cache_memory: float | None = _option(
         None, CACHE, "GiB for the KV cache (default: what memory allows; 2 on a CPU)"
