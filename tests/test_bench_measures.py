@@ -72,7 +72,7 @@ def test_the_contiguous_cache_gives_the_engines_tokens(model, engine):
 
 def test_a_decode_batch_is_at_the_length_asked_for(engine):
     batch, sizes = decode_batch(engine, 3, 13)
-    assert sizes == (4, 0, 4, False)
+    assert (sizes.decodes, sizes.chunk_tokens, sizes.samples) == (4, 0, 4)
     assert batch.attn.seq_lens.tolist() == [13, 13, 13, 0]
     assert batch.positions.tolist() == [12, 12, 12, 0]
     assert not batch.from_device.any()
