@@ -136,7 +136,7 @@ def server_process(
     try:
         line = process.stderr.readline()
         assert "Listening on http://127.0.0.1:" in line
-        server = LiveServer(engine=None, port=int(re.search(r"1:(\d+)", line).group(1)))
+        server = LiveServer(engine=None, port=int(re.search(r"127\.0\.0\.1:(\d+)", line).group(1)))
         if ready:
             wait_until(lambda: server.request("GET", "/health")[0] == 200)
         yield server, process
