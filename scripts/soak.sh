@@ -5,5 +5,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh
 ensure_env dev
+export JAX_PLATFORMS=cpu # a tiny model; accelerator plug-ins of the development environment stay out
 
 exec .venv/bin/python -m tests.soak "$@"
