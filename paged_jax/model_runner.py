@@ -603,31 +603,24 @@ class ModelRunner:
     def _lower_copy(self, group: int, num_copies: int) -> Any:
         ids = jax.ShapeDtypeStruct((num_copies,), jnp.int32, sharding=self._sharding)
         pool = self._abstract_pools()[group]
-        copy = jax.jit(
-            lambda pool, source, target: copy_blocks(pool, source, target, backend=self.backend),
-            donate_argnums=0,
-        )
-        return copy.lower(pool, ids, ids)
+        return jax.jit(copy_blocks, donate_argnums=0).lower(pool, ids, ids)
 
     def _lower_swap_out(self, group: int, size: int) -> Any:
         ids = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._sharding)
-        swap_out = jax.jit(
-            lambda pool, ids: read_blocks(pool, ids, backend=self.backend),
-            out_shardings=self._host_sharding,
-        )
+        swap_out = jax.jit(read_blocks, out_shardings=self._host_sharding)
         return swap_out.lower(self._abstract_pools()[group], ids)
 
     def _lower_swap_in(self, group: int, size: int) -> Any:
         pool = self._abstract_pools()[group]
         ids = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._sharding)
-        values = jax.eval_shape(lambda p, i: read_blocks(p, i, backend=self.backend), pool, ids)
+        values = jax.eval_shape(read_blocks, pool, ids)
         on_host = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._host_sharding), values
         )
 
         def swap_in(pool, values, ids):
             values = jax.device_put(values, self._sharding)
-            return write_blocks(pool, ids, values, backend=self.backend)
+            return write_blocks(pool, ids, values)
 
         return jax.jit(swap_in, donate_argnums=0).lower(pool, on_host, ids)
 

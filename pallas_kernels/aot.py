@@ -4,7 +4,6 @@ A development tool: it needs `libtpu` (the `dev` extra on Linux x86-64), which i
 first target is made. Nothing runs; what a compiled program says of its memory is real.
 """
 
-import contextlib
 import importlib.util
 import os
 import platform
@@ -71,8 +70,7 @@ def compile_for(device: jax.Device, function: Callable, *args: Any, **jit_option
     sharding = jax.sharding.SingleDeviceSharding(device)
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
     started = time.perf_counter()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.default_device(device))
+    with jax.default_device(device):  # lowering asks it what it compiles for
         lowered = jax.jit(function, **jit_options).lower(*args)
         lowered_at = time.perf_counter()
         program = lowered.compile()

@@ -11,7 +11,6 @@ import os
 import platform
 import re
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
+from pallas_kernels.aot import Compiled, compile_for
 from pallas_kernels.roofline import CHIPS
 
 KIB, MIB = 2**10, 2**20
@@ -53,22 +53,6 @@ class Assembled(NamedTuple):
     stack_bytes: int
 
 
-class CompiledForGpu(NamedTuple):
-    program: jax.stages.Compiled
-    lower_s: float
-    compile_s: float
-    kernels: tuple[Assembled, ...]
-
-    @property
-    def temporary_bytes(self) -> int:
-        return self.program.memory_analysis().temp_size_in_bytes
-
-    @property
-    def alias_bytes(self) -> int:
-        """Of arguments whose memory the results take over."""
-        return self.program.memory_analysis().alias_size_in_bytes
-
-
 def why_no_gpu_compiler() -> str | None:
     """What is missing to compile for GPUs here, or None."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
@@ -96,19 +80,14 @@ def gpu_device(chip: str) -> jax.Device:
     return topology.devices[0]
 
 
-def compile_for_gpu(chip: str, function: Callable, *args: Any, **jit_options) -> CompiledForGpu:
-    """Compiles a function of arrays, given their shapes (`jax.ShapeDtypeStruct`), for a GPU."""
-    device = gpu_device(chip)
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
-    started = time.perf_counter()
-    with jax.default_device(device):  # lowering asks it which GPU it compiles for
-        lowered = jax.jit(function, **jit_options).lower(*args)
-    lowered_at = time.perf_counter()
+def compile_for_gpu(
+    chip: str, function: Callable, *args: Any, **jit_options
+) -> tuple[Compiled, tuple[Assembled, ...]]:
+    """`aot.compile_for` a GPU, and what ptxas said of each of our kernels in the program."""
     with _assembler_log() as folder:
-        program = lowered.compile()
+        compiled = compile_for(gpu_device(chip), function, *args, **jit_options)
         kernels = tuple(_read(path) for path in sorted(folder.glob("*.ptxas")))
-    return CompiledForGpu(program, lowered_at - started, time.perf_counter() - lowered_at, kernels)
+    return compiled, kernels
 
 
 @contextlib.contextmanager

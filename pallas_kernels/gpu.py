@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import block_moves, gpu_tuning
+from pallas_kernels import gpu_tuning
 from pallas_kernels.metadata import GroupMetadata
 from pallas_kernels.pool import (
     KV_HEADS,
@@ -89,14 +89,3 @@ class GpuBackend:
         decodes = attend_decodes(q[:decode_rows], pool, attn, scoring, **where)
         prefills = attend_prefills(q[decode_rows:], pool, attn, scoring, **where)
         return jnp.concatenate([decodes, prefills])
-
-    def copy_blocks(self, pool: KVPool, src: Int[Array, " M"], dst: Int[Array, " M"]) -> KVPool:
-        return block_moves.copy_blocks(pool, src, dst)
-
-    def read_blocks(self, pool: KVPool, ids: Int[Array, " M"]) -> tuple[jax.Array, ...]:
-        return block_moves.read_blocks(pool, ids)
-
-    def write_blocks(
-        self, pool: KVPool, ids: Int[Array, " M"], values: tuple[jax.Array, ...]
-    ) -> KVPool:
-        return block_moves.write_blocks(pool, ids, values)

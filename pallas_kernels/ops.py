@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
-from pallas_kernels import validate
+from pallas_kernels import block_moves, validate
 from pallas_kernels.metadata import AttentionMetadata, of_group
 from pallas_kernels.pool import KVPool
 from pallas_kernels.registry import Backend
@@ -95,9 +95,7 @@ def paged_attention(
     )
 
 
-def copy_blocks(
-    pool: KVPool, src: Int[Array, " M"], dst: Int[Array, " M"], *, backend: Backend
-) -> KVPool:
+def copy_blocks(pool: KVPool, src: Int[Array, " M"], dst: Int[Array, " M"]) -> KVPool:
     """Copies block `src[i]` to block `dst[i]` in every layer; padding pairs are (0, 0).
 
     All sources are read before any target is written. A pair with an id outside the pool is
@@ -105,23 +103,21 @@ def copy_blocks(
     """
     validate.check_block_ids("src", src)
     validate.check_block_ids("dst", dst, num_ids=src.shape[0])
-    return backend.copy_blocks(pool, src, dst)
+    return block_moves.copy_blocks(pool, src, dst)
 
 
-def read_blocks(pool: KVPool, ids: Int[Array, " M"], *, backend: Backend) -> tuple[jax.Array, ...]:
+def read_blocks(pool: KVPool, ids: Int[Array, " M"]) -> tuple[jax.Array, ...]:
     """The blocks' content in the back end's own layout, axes `[M, L, ...]`; what `write_blocks`
     takes. NaN for an id outside the pool."""
     validate.check_block_ids("ids", ids)
-    return backend.read_blocks(pool, ids)
+    return block_moves.read_blocks(pool, ids)
 
 
-def write_blocks(
-    pool: KVPool, ids: Int[Array, " M"], values: tuple[jax.Array, ...], *, backend: Backend
-) -> KVPool:
+def write_blocks(pool: KVPool, ids: Int[Array, " M"], values: tuple[jax.Array, ...]) -> KVPool:
     """Puts `read_blocks`' result into these blocks; an id outside the pool is dropped."""
     validate.check_block_ids("ids", ids)
     validate.check_block_values(values, pool, num_ids=ids.shape[0])
-    return backend.write_blocks(pool, ids, values)
+    return block_moves.write_blocks(pool, ids, values)
 
 
 def _per_kv_head(value: float | ArrayLike | None, num_kv_heads: int) -> jax.Array | None:

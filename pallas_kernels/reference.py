@@ -8,7 +8,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import block_moves
 from pallas_kernels.metadata import GroupMetadata
 from pallas_kernels.pool import (
     KV_HEADS,
@@ -94,17 +93,6 @@ class ReferenceBackend:
 
         out = jnp.zeros(q.shape, jnp.float32)
         return lax.fori_loop(0, attn.seq_lens.shape[0], one_row, out).astype(q.dtype)
-
-    def copy_blocks(self, pool: KVPool, src: Int[Array, " M"], dst: Int[Array, " M"]) -> KVPool:
-        return block_moves.copy_blocks(pool, src, dst)
-
-    def read_blocks(self, pool: KVPool, ids: Int[Array, " M"]) -> tuple[jax.Array, ...]:
-        return block_moves.read_blocks(pool, ids)
-
-    def write_blocks(
-        self, pool: KVPool, ids: Int[Array, " M"], values: tuple[jax.Array, ...]
-    ) -> KVPool:
-        return block_moves.write_blocks(pool, ids, values)
 
 
 def _gather(

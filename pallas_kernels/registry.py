@@ -4,7 +4,6 @@ front door."""
 from collections.abc import Sequence
 from typing import Protocol
 
-import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.metadata import GroupMetadata
@@ -17,7 +16,8 @@ class Backend(Protocol):
 
     A hashable value whose methods are pure and may be traced. Callers go through
     `pallas_kernels.ops`, which checks every argument first, so a back end checks only what it
-    alone cannot take, and says so by name and value at trace time.
+    alone cannot take, and says so by name and value at trace time. Whole blocks are moved without
+    it: axis 0 of every array is the block.
     """
 
     @property
@@ -59,14 +59,6 @@ class Backend(Protocol):
         layer: Int[Array, ""],
         decode_rows: int,
     ) -> Float[Array, "T H D"]: ...
-
-    def copy_blocks(self, pool: KVPool, src: Int[Array, " M"], dst: Int[Array, " M"]) -> KVPool: ...
-
-    def read_blocks(self, pool: KVPool, ids: Int[Array, " M"]) -> tuple[jax.Array, ...]: ...
-
-    def write_blocks(
-        self, pool: KVPool, ids: Int[Array, " M"], values: tuple[jax.Array, ...]
-    ) -> KVPool: ...
 
 
 _backends: dict[str, Backend] = {}

@@ -79,8 +79,9 @@ def compile_table(chip_name: str = "h200") -> Iterator[Sequence[str]]:
     for kind, rows in (("decode", {"decode_rows": 64}), ("prefill", {"chunk_tokens": 2048})):
         for head_size in HEAD_SIZES:
             program, args, pool_bytes = attention_program(head_size, **rows)
-            compiled = aot_gpu.compile_for_gpu(chip_name, program, *args, donate_argnums=0)
-            (kernel,) = compiled.kernels
+            compiled, (kernel,) = aot_gpu.compile_for_gpu(
+                chip_name, program, *args, donate_argnums=0
+            )
             yield (
                 kind,
                 f"{head_size}",

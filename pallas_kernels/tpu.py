@@ -8,7 +8,6 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import block_moves
 from pallas_kernels.metadata import GroupMetadata
 from pallas_kernels.pool import (
     KV_HEADS,
@@ -99,17 +98,6 @@ class TpuBackend:
         decodes = attend_decodes(q[:decode_rows], pool, attn, scoring, layer=layer, setup=setup)
         prefills = attend_prefills(q[decode_rows:], pool, attn, scoring, layer=layer, setup=setup)
         return jnp.concatenate([decodes, prefills])
-
-    def copy_blocks(self, pool: KVPool, src: Int[Array, " M"], dst: Int[Array, " M"]) -> KVPool:
-        return block_moves.copy_blocks(pool, src, dst)
-
-    def read_blocks(self, pool: KVPool, ids: Int[Array, " M"]) -> tuple[jax.Array, ...]:
-        return block_moves.read_blocks(pool, ids)
-
-    def write_blocks(
-        self, pool: KVPool, ids: Int[Array, " M"], values: tuple[jax.Array, ...]
-    ) -> KVPool:
-        return block_moves.write_blocks(pool, ids, values)
 
     @property
     def _interpret(self) -> bool | pltpu.InterpretParams:

@@ -228,3 +228,21 @@ def _program(backend_name: str, shape: Shape, static: tuple[tuple[str, object], 
         return out, pool
 
     return program
+
+
+def shape_of(*size: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
+    """Stands for an array where nothing is run."""
+    return jax.ShapeDtypeStruct(size, jnp.dtype(dtype))
+
+
+def attn_shapes(decode_rows: int, chunk_rows: int, chunk_tokens: int, table_width: int) -> Attn:
+    """A step's metadata of one block group, as shapes."""
+    rows = decode_rows + chunk_rows
+    return Attn(
+        shape_of(1, decode_rows + chunk_tokens),
+        shape_of(1, rows, table_width),
+        shape_of(rows),
+        shape_of(rows + 1),
+        shape_of(),
+        shape_of(),
+    )

@@ -13,7 +13,7 @@ from pallas_kernels import gpu_attention as attention
 from pallas_kernels.aot_gpu import TARGETS, compile_for_gpu, why_no_gpu_compiler
 from pallas_kernels.gpu_tuning import TuningConfig, tune
 from tests.conftest import CI
-from tests.kernel_steps import Attn
+from tests.kernel_steps import attn_shapes, shape_of
 
 MIB = 2**20
 
@@ -27,22 +27,6 @@ def compiler():
         pytest.skip(f"needs a GPU compiler: {reason}")
 
 
-def array(*size: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(size, jnp.dtype(dtype))
-
-
-def attn_of(decode_rows: int, chunk_rows: int, chunk_tokens: int, table_width: int) -> Attn:
-    rows = decode_rows + chunk_rows
-    return Attn(
-        array(1, decode_rows + chunk_tokens),
-        array(1, rows, table_width),
-        array(rows),
-        array(rows + 1),
-        array(),
-        array(),
-    )
-
-
 def spec_of(
     head_size: int, num_kv_heads: int = 8, block_size: int = 16, dtype: str = "bfloat16"
 ) -> KVSpec:
@@ -53,7 +37,7 @@ def compile_layer(chip: str, spec: KVSpec, backend, *, decode_rows=0, chunk_toke
     """One layer's write and attention, 32 heads or 4 a KV head, over a pool that is donated."""
     chunk_rows = 4 if chunk_tokens else 0
     num_heads = 4 * spec.num_kv_heads
-    sinks = array(num_heads, dtype="float32") if scoring.pop("sinks", False) else None
+    sinks = shape_of(num_heads, dtype="float32") if scoring.pop("sinks", False) else None
     tokens = decode_rows + chunk_tokens
     layout = backend.layout(spec)
 
@@ -64,20 +48,20 @@ def compile_layer(chip: str, spec: KVSpec, backend, *, decode_rows=0, chunk_toke
         )
         return out, pool
 
-    compiled = compile_for_gpu(
+    compiled, kernels = compile_for_gpu(
         chip,
         step,
         KVPool(layout.arrays, spec),
-        array(tokens, num_heads, spec.head_size, dtype=spec.dtype.name),
-        array(tokens, spec.num_kv_heads, spec.head_size, dtype=spec.dtype.name),
-        array(tokens, spec.num_kv_heads, spec.head_size, dtype=spec.dtype.name),
-        attn_of(decode_rows, chunk_rows, chunk_tokens, 256),
+        shape_of(tokens, num_heads, spec.head_size, dtype=spec.dtype.name),
+        shape_of(tokens, spec.num_kv_heads, spec.head_size, dtype=spec.dtype.name),
+        shape_of(tokens, spec.num_kv_heads, spec.head_size, dtype=spec.dtype.name),
+        attn_shapes(decode_rows, chunk_rows, chunk_tokens, 256),
         sinks,
         donate_argnums=0,
     )
     assert compiled.alias_bytes == layout.num_bytes
     assert compiled.temporary_bytes < layout.num_bytes / 2
-    return compiled
+    return kernels
 
 
 ALL = {"window": 1024, "softcap": 50.0, "sinks": True}
@@ -106,7 +90,7 @@ MORE_LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_kernel_compiles_for_hopper_and_spills_nothing(name):
     spec, what = LAYERS[name]
-    (kernel,) = compile_layer("h200", spec, GpuBackend(), **what).kernels
+    (kernel,) = compile_layer("h200", spec, GpuBackend(), **what)
     assert kernel.architecture == "sm_90a"
     assert kernel.spill_bytes == kernel.stack_bytes == 0
     # 64 K registers: those of two computing warpgroups are capped so that a third can copy.
@@ -117,7 +101,7 @@ def test_the_kernel_compiles_for_hopper_and_spills_nothing(name):
 @pytest.mark.parametrize("name", MORE_LAYERS)
 def test_more_kernels_compile_for_hopper_and_spill_nothing(name):
     spec, what = MORE_LAYERS[name]
-    (kernel,) = compile_layer("h200", spec, GpuBackend(), **what).kernels
+    (kernel,) = compile_layer("h200", spec, GpuBackend(), **what)
     assert kernel.spill_bytes == kernel.stack_bytes == 0
 
 
@@ -126,8 +110,8 @@ def test_other_generations_run_through_xla(chip):
     spec = spec_of(128)
     backend, reason = choose_backend("auto", TARGETS[chip].name, [spec])
     assert reason.startswith("xla: auto") and TARGETS[chip].name in reason
-    compiled = compile_layer(chip, spec, backend, decode_rows=16, chunk_tokens=64)
-    assert compiled.kernels == ()
+    kernels = compile_layer(chip, spec, backend, decode_rows=16, chunk_tokens=64)
+    assert kernels == ()
 
 
 @pytest.mark.sweep
@@ -197,7 +181,7 @@ def test_the_whole_step_of_a_llama_updates_its_pool_in_place(head_size):
         return rms(x) @ params["head"], pool
 
     def weight(*size: int) -> jax.ShapeDtypeStruct:
-        return array(*size, dtype="bfloat16")
+        return shape_of(*size, dtype="bfloat16")
 
     layers = {
         "qkv": weight(2, embed, (num_heads + 2 * num_kv_heads) * head_size),
@@ -206,16 +190,16 @@ def test_the_whole_step_of_a_llama_updates_its_pool_in_place(head_size):
         "down": weight(2, hidden, embed),
     }
     params = {"embed": weight(vocab, embed), "head": weight(embed, vocab), "layers": layers}
-    compiled = compile_for_gpu(
+    compiled, kernels = compile_for_gpu(
         "h200",
         step,
         KVPool(layout.arrays, spec),
         params,
-        array(decode_rows + chunk_tokens),
-        attn_of(decode_rows, 4, chunk_tokens, 256),
+        shape_of(decode_rows + chunk_tokens),
+        attn_shapes(decode_rows, 4, chunk_tokens, 256),
         donate_argnums=0,
     )
     assert layout.num_bytes == 2 * 4096 * 16 * 8 * 2 * 128 * 2
     assert compiled.alias_bytes == layout.num_bytes
     assert compiled.temporary_bytes < 64 * MIB
-    assert [kernel.spill_bytes for kernel in compiled.kernels] == [0, 0]
+    assert [kernel.spill_bytes for kernel in kernels] == [0, 0]

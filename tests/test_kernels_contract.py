@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import get_backend, paged_attention, write_kv
+from pallas_kernels import get_backend, paged_attention, read_blocks, write_kv
 from tests.kernel_steps import (
     PORTABLE,
     Attn,
@@ -163,8 +163,8 @@ def test_a11_writing_replaces_what_was_in_the_slot(backend):
     assert_close(reused.out, expected_output(shape, step))
     ids = jnp.asarray(full)
     for a, b in zip(
-        get_backend(backend).read_blocks(fresh.pool, ids),
-        get_backend(backend).read_blocks(reused.pool, ids),
+        read_blocks(fresh.pool, ids),
+        read_blocks(reused.pool, ids),
         strict=True,
     ):
         np.testing.assert_array_equal(a[:, 1], b[:, 1])  # the layer written

@@ -75,9 +75,7 @@ def test_a_pool_is_a_pytree_with_a_static_size(backend):
 def test_blocks_are_copied_in_every_layer(backend):
     pool = numbered_pool(backend)
     before = blocks_of(backend, pool)
-    copied = jax.jit(lambda p, s, d: copy_blocks(p, s, d, backend=get_backend(backend)))(
-        pool, ids(4, 5, 2, 0, 0), ids(5, 4, 1, 0, 0)
-    )
+    copied = jax.jit(copy_blocks)(pool, ids(4, 5, 2, 0, 0), ids(5, 4, 1, 0, 0))
     for old, new in zip(before, blocks_of(backend, copied), strict=True):
         # 4 and 5 change places: every source is read before any target is written.
         np.testing.assert_array_equal(new, old[[0, 2, 2, 3, 5, 4]])
@@ -85,34 +83,30 @@ def test_blocks_are_copied_in_every_layer(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_blocks_go_out_and_come_back_elsewhere(backend):
-    value = get_backend(backend)
     pool = numbered_pool(backend)
     before = blocks_of(backend, pool)
-    values = jax.jit(lambda p, i: read_blocks(p, i, backend=value))(pool, ids(3, 1, 0))
+    values = jax.jit(read_blocks)(pool, ids(3, 1, 0))
     for read, old in zip(values, before, strict=True):
         np.testing.assert_array_equal(read, old[[3, 1, 0]])
-    written = jax.jit(lambda p, i, v: write_blocks(p, i, v, backend=value))(
-        pool, ids(2, 5, 0), values
-    )
+    written = jax.jit(write_blocks)(pool, ids(2, 5, 0), values)
     for old, new in zip(before, blocks_of(backend, written), strict=True):
         np.testing.assert_array_equal(new, old[[0, 1, 3, 3, 4, 1]])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a82_blocks_outside_the_pool_are_neither_copied_nor_written(backend):
-    value = get_backend(backend)
     pool = numbered_pool(backend)
     before = blocks_of(backend, pool)
     outside, inside = ids(*OUTSIDE), ids(*[5] * len(OUTSIDE))
-    values = read_blocks(pool, inside, backend=value)
+    values = read_blocks(pool, inside)
     for changed in (
-        copy_blocks(pool, inside, outside, backend=value),
-        copy_blocks(pool, outside, inside, backend=value),
-        write_blocks(pool, outside, values, backend=value),
+        copy_blocks(pool, inside, outside),
+        copy_blocks(pool, outside, inside),
+        write_blocks(pool, outside, values),
     ):
         for old, new in zip(before, blocks_of(backend, changed), strict=True):
             np.testing.assert_array_equal(new, old)
-    assert all(np.isnan(array).all() for array in read_blocks(pool, outside, backend=value))
+    assert all(np.isnan(array).all() for array in read_blocks(pool, outside))
 
 
 def test_a83_block_indices_of_a_very_large_pool():
@@ -288,9 +282,9 @@ def test_moving_blocks_never_copies_the_pool(backend):
         layout = value.layout(spec)
         pool = KVPool(layout.arrays, spec)
         some = jax.ShapeDtypeStruct((8,), jnp.int32)
-        values = jax.eval_shape(lambda p, i: read_blocks(p, i, backend=value), pool, some)
-        copy = jax.jit(lambda p, s, d: copy_blocks(p, s, d, backend=value), donate_argnums=0)
-        write = jax.jit(lambda p, i, v: write_blocks(p, i, v, backend=value), donate_argnums=0)
+        values = jax.eval_shape(read_blocks, pool, some)
+        copy = jax.jit(copy_blocks, donate_argnums=0)
+        write = jax.jit(write_blocks, donate_argnums=0)
         for lowered in (copy.lower(pool, some, some), write.lower(pool, some, values)):
             memory = lowered.compile().memory_analysis()
             assert memory.alias_size_in_bytes == layout.num_bytes
@@ -328,8 +322,6 @@ def test_layers_in_one_program_are_layers_one_by_one(backend, loop):
     x, pool = jax.jit(LOOPS[loop](one_layer))(*start)
     np.testing.assert_allclose(x[real], expected_x[real], rtol=1e-5, atol=1e-5)
     used = ids(*np.setdiff1d(start[2].block_tables, [0]))
-    keys, expected_keys = (
-        read_blocks(p, used, backend=get_backend(backend))[0] for p in (pool, expected_pool)
-    )
+    keys, expected_keys = (read_blocks(p, used)[0] for p in (pool, expected_pool))
     np.testing.assert_allclose(keys, expected_keys, rtol=1e-5, atol=1e-5)
     assert (keys[:, 0] != keys[:, 1]).any()

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import copy_blocks, get_backend, read_blocks, write_blocks
+from pallas_kernels import copy_blocks, read_blocks, write_blocks
 from pallas_kernels.pool import check_spec
 from pallas_kernels.quantized_kv import decode, encode
 from tests.kernel_steps import Rows, Shape, make_step, run_step
@@ -53,17 +53,16 @@ def test_a_token_is_rounded_by_its_own_scale(dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_whole_blocks_move_with_their_scales(backend, dtype):
     shape = Shape(pool_dtype=dtype, chunk_tokens=40, num_blocks=32, table_width=4)
-    chosen = get_backend(backend)
     pool = run_step(backend, shape, make_step(shape, ROWS), fill=0.0).pool
     ids, others = jnp.asarray([3, 7], jnp.int32), jnp.asarray([30, 31], jnp.int32)
-    before = read_blocks(pool, ids, backend=chosen)
+    before = read_blocks(pool, ids)
     assert len(before) == 4 and before[2].shape[:2] == (2, shape.num_layers)
-    copied = copy_blocks(pool, ids, others, backend=chosen)
-    written = write_blocks(pool, others, before, backend=chosen)
+    copied = copy_blocks(pool, ids, others)
+    written = write_blocks(pool, others, before)
     for moved in (copied, written):
-        for array, expected in zip(read_blocks(moved, others, backend=chosen), before, strict=True):
+        for array, expected in zip(read_blocks(moved, others), before, strict=True):
             np.testing.assert_array_equal(array, expected)
-    absent = read_blocks(pool, jnp.asarray([99], jnp.int32), backend=chosen)
+    absent = read_blocks(pool, jnp.asarray([99], jnp.int32))
     assert np.isnan(absent[2]).all() and not np.asarray(absent[0]).any()
 
 

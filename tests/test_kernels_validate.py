@@ -11,6 +11,7 @@ from pallas_kernels import (
     copy_blocks,
     get_backend,
     paged_attention,
+    read_blocks,
     write_blocks,
     write_kv,
 )
@@ -131,15 +132,15 @@ def test_writing_refuses(backend, k, v, message):
 
 
 def test_block_moves_refuse(backend):
-    value, pool = get_backend(backend), get_backend(backend).init_pool(SPEC)
+    pool = get_backend(backend).init_pool(SPEC)
     two, three = jnp.zeros(2, jnp.int32), jnp.zeros(3, jnp.int32)
     with pytest.raises(ValueError, match="dst has 3 block ids, expected 2"):
-        copy_blocks(pool, two, three, backend=value)
+        copy_blocks(pool, two, three)
     with pytest.raises(ValueError, match="src must be int32, got float32"):
-        copy_blocks(pool, jnp.zeros(2), two, backend=value)
-    values = value.read_blocks(pool, two)
+        copy_blocks(pool, jnp.zeros(2), two)
+    values = read_blocks(pool, two)
     with pytest.raises(ValueError, match=r"values\[0\] is float32\[2,.*expected float32\[3, 2,"):
-        write_blocks(pool, three, values, backend=value)
+        write_blocks(pool, three, values)
     count = len(values)
     with pytest.raises(ValueError, match=f"values has {count + 1} arrays, the pool has {count}"):
-        write_blocks(pool, two, (*values, values[0]), backend=value)
+        write_blocks(pool, two, (*values, values[0]))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import KVPool, KVSpec, TpuBackend, aot, paged_attention, tpu_attention, write_kv
-from tests.kernel_steps import Attn
+from tests.kernel_steps import attn_shapes, shape_of
 
 MIB = 2**20
 
@@ -21,22 +21,6 @@ def compiler():
         if "not installed" in reason:
             pytest.fail(reason)
         pytest.skip(f"needs a TPU compiler: {reason}")
-
-
-def array(*size: int, dtype: str = "int32") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(size, jnp.dtype(dtype))
-
-
-def attn_of(decode_rows: int, chunk_rows: int, chunk_tokens: int, table_width: int) -> Attn:
-    rows = decode_rows + chunk_rows
-    return Attn(
-        array(1, decode_rows + chunk_tokens),
-        array(1, rows, table_width),
-        array(rows),
-        array(rows + 1),
-        array(),
-        array(),
-    )
 
 
 def compile_step(
@@ -73,16 +57,16 @@ def compile_step(
         return out, pool
 
     num_tokens = decode_rows + chunk_tokens
-    kv = array(num_tokens, num_kv_heads, head_size, dtype=dtype)
+    kv = shape_of(num_tokens, num_kv_heads, head_size, dtype=dtype)
     compiled = aot.compile_for(
         device,
         step,
         KVPool(layout.arrays, spec),
-        array(num_tokens, num_heads, head_size, dtype=dtype),
+        shape_of(num_tokens, num_heads, head_size, dtype=dtype),
         kv,
         kv,
-        attn_of(decode_rows, chunk_rows, chunk_tokens, table_width),
-        None if sinks is None else array(num_heads, dtype="float32"),
+        attn_shapes(decode_rows, chunk_rows, chunk_tokens, table_width),
+        None if sinks is None else shape_of(num_heads, dtype="float32"),
         donate_argnums=0,
     )
     return compiled, layout.num_bytes
@@ -159,7 +143,7 @@ def test_a_whole_serving_step_leaves_the_pool_where_it_is(chip):
         return jax.lax.scan(one_layer, (x, pool), (numbers, weights))[0]
 
     def weight(*shape):
-        return array(layers, *shape, dtype="bfloat16")
+        return shape_of(layers, *shape, dtype="bfloat16")
 
     weights = (
         weight(width, heads * size),
@@ -173,8 +157,8 @@ def test_a_whole_serving_step_leaves_the_pool_where_it_is(chip):
         step,
         KVPool(layout.arrays, spec),
         weights,
-        array(32 + 128, width, dtype="bfloat16"),
-        attn_of(32, 2, 128, 64),
+        shape_of(32 + 128, width, dtype="bfloat16"),
+        attn_shapes(32, 2, 128, 64),
         donate_argnums=0,
     )
     assert layout.num_bytes == 256 * MIB
