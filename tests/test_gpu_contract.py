@@ -1,20 +1,18 @@
 """The Hopper kernel, interpreted: copies, barriers and shared memory as on a GPU, with a watch for
 races; products in plain jnp (`tests/test_gpu_aot.py` has the matrix unit). Against float64.
 
-The interpreter compiles every thread block anew, more than a second each: cases have one or two.
+`tests/gpu_interpreter.py` has what it takes. A case has few thread blocks: each takes its time.
 """
 
 import inspect
 import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
-from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from pallas_kernels import GpuBackend, gpu_attention, gpu_kernel, registry
+from pallas_kernels import gpu_attention, gpu_kernel
+from tests import gpu_interpreter
 from tests.kernel_steps import Rows, Shape, _program, make_step, run_step
 from tests.test_kernels_contract import assert_close, expected_output
 
@@ -130,20 +128,15 @@ MORE_CASES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def interpreted():
-    """The back end `gpu_interpreted`, which notes races."""
-    backend = GpuBackend("gpu_interpreted", interpret=InterpretGPUParams(detect_races=True))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(registry._backends, backend.name, backend)
-        jax.config.update("jax_disable_most_optimizations", True)  # it mostly compiles
+    with gpu_interpreter.interpreted_gpu():
         yield
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def run(shape: Shape, rows: Rows, *, fill: float = NAN, unused_id: int = 0, **scoring):
     """The step's result and float64's, over a pool that holds `fill` where nothing was written."""
     step = make_step(shape, rows, unused_id=unused_id)
-    interpreter.reset_gpu_interpret_mode_state()
-    out = run_step("gpu_interpreted", shape, step, fill=fill, **scoring).out
+    gpu_interpreter.forget_races()
+    out = run_step(gpu_interpreter.NAME, shape, step, fill=fill, **scoring).out
     return out, expected_output(shape, step, **scoring)
 
 
@@ -152,7 +145,7 @@ def check_case(shape: Shape, rows: Rows, scoring) -> None:
     assert out.dtype == jnp.dtype(shape.dtype)
     assert_close(out, expected)
     assert (out[np.all(expected == 0, axis=(1, 2))] == 0).all()  # padding: exactly
-    assert not interpreter.get_races().races_found
+    assert not gpu_interpreter.found_races()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -188,7 +181,7 @@ def test_a82_the_null_block_and_blocks_outside_the_pool_are_not_read(bad_id):
     rest = np.r_[0:16, 32:90]
     fewer = sequence._replace(keys=sequence.keys[rest], values=sequence.values[rest])
     expected = expected_output(DECODE, step._replace(sequences=[(tokens, fewer)]))
-    assert_close(run_step("gpu_interpreted", DECODE, broken, layer=0).out, expected)
+    assert_close(run_step(gpu_interpreter.NAME, DECODE, broken, layer=0).out, expected)
 
 
 VALUES = "acc = unit.add_values(acc, weights, v_smem.at[slot])"
@@ -219,10 +212,10 @@ def test_a_planted_mistake_is_noticed(mistake, monkeypatch):
         shape, length, window = shape._replace(head_size=256, table_width=16), 250, 250
     try:
         out, expected = run(shape, Rows(decodes=(length, 16)), window=window)
-        races = interpreter.get_races().races_found
+        races = gpu_interpreter.found_races()
     finally:
         _program.cache_clear()
-        interpreter.reset_gpu_interpret_mode_state()
+        gpu_interpreter.forget_races()
     if noticed_by == "race":
         assert races
     else:

@@ -17,8 +17,9 @@ from pallas_kernels import (
 )
 from tests.kernel_steps import PORTABLE, Attn
 
-pytestmark = pytest.mark.parametrize("backend", [*PORTABLE, "tpu"])
-SPEC = KVSpec(2, 6, 4, 2, 8, jnp.dtype("float32"))  # L N b K D
+pytestmark = pytest.mark.parametrize("backend", [*PORTABLE, "tpu", "gpu"])
+BF16 = jnp.dtype("bfloat16")
+SPEC = KVSpec(2, 6, 8, 2, 16, BF16)  # L N b K D
 T, S, H = 7, 3, 4
 
 
@@ -34,7 +35,7 @@ def pool_of(backend: str) -> KVPool:
 
 
 def attend(backend, q=None, attn=ATTN, *, arrays=None, **changes):
-    q = array(T, H, 8, dtype=jnp.float32) if q is None else q
+    q = array(T, H, 16, dtype=BF16) if q is None else q
     options = {"layer": 0, "decode_rows": 2, "backend": get_backend(backend)} | changes
 
     def call(q, pool, attn, arrays):
@@ -45,7 +46,7 @@ def attend(backend, q=None, attn=ATTN, *, arrays=None, **changes):
 
 def test_good_arguments_pass(backend):
     out = attend(backend)
-    assert (out.shape, out.dtype) == ((T, H, 8), jnp.float32)
+    assert (out.shape, out.dtype) == ((T, H, 16), BF16)
     for good in (
         {"layer": np.int64(1)},
         {"group": np.int32(0)},
@@ -60,11 +61,11 @@ def test_good_arguments_pass(backend):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"q": array(T, H, dtype=jnp.float32)}, r"q must have axes \[T H D\], got shape \(7, 4\)"),
-        ({"q": array(T, H, 8)}, "q must be float32 or bfloat16 or float16, got int32"),
-        ({"q": array(T, H, 16, dtype=jnp.float32)}, "q has head_size 16, the pool has 8"),
-        ({"q": array(T, 5, 8, dtype=jnp.float32)}, "num_heads 5, not a multiple .* 2"),
-        ({"q": array(9, H, 8, dtype=jnp.float32)}, r"slot_mapping .*\(1, 7\) for 9 tokens"),
+        ({"q": array(T, H, dtype=BF16)}, r"q must have axes \[T H D\], got shape \(7, 4\)"),
+        ({"q": array(T, H, 16)}, "q must be float32 or bfloat16 or float16, got int32"),
+        ({"q": array(T, H, 8, dtype=BF16)}, "q has head_size 8, the pool has 16"),
+        ({"q": array(T, 5, 16, dtype=BF16)}, "num_heads 5, not a multiple .* 2"),
+        ({"q": array(9, H, 16, dtype=BF16)}, r"slot_mapping .*\(1, 7\) for 9 tokens"),
         ({"layer": 2}, "layer 2 is outside the pool's 2 layers"),
         ({"layer": -1}, "layer -1 is outside the pool's 2 layers"),
         ({"layer": np.zeros(2, np.int32)}, r"layer must be an int32 scalar, got int32\[2\]"),
@@ -114,15 +115,15 @@ def test_a_layer_must_be_a_number(backend):
 @pytest.mark.parametrize(
     ("k", "v", "message"),
     [
-        (array(T, 2, 8), array(T, 2, 8), "k must be float32 or bfloat16 or float16, got int32"),
-        ((T, 3, 8), (T, 3, 8), r"k has shape \(7, 3, 8\), the pool wants \[T, 2, 8\]"),
-        ((T, 2, 8), (T, 2, 9), r"v has shape \(7, 2, 9\), the pool wants \[T, 2, 8\]"),
-        ((T, 2, 8), (5, 2, 8), r"k has shape \(7, 2, 8\), v has \(5, 2, 8\)"),
-        ((5, 2, 8), (5, 2, 8), r"slot_mapping has shape \(1, 7\) for 5 tokens"),
+        (array(T, 2, 16), array(T, 2, 16), "k must be float32 or bfloat16 or float16, got int32"),
+        ((T, 3, 16), (T, 3, 16), r"k has shape \(7, 3, 16\), the pool wants \[T, 2, 16\]"),
+        ((T, 2, 16), (T, 2, 9), r"v has shape \(7, 2, 9\), the pool wants \[T, 2, 16\]"),
+        ((T, 2, 16), (5, 2, 16), r"k has shape \(7, 2, 16\), v has \(5, 2, 16\)"),
+        ((5, 2, 16), (5, 2, 16), r"slot_mapping has shape \(1, 7\) for 5 tokens"),
     ],
 )
 def test_writing_refuses(backend, k, v, message):
-    k, v = (array(*x, dtype=jnp.float32) if isinstance(x, tuple) else x for x in (k, v))
+    k, v = (array(*x, dtype=BF16) if isinstance(x, tuple) else x for x in (k, v))
 
     def call(pool, k, v, attn):
         return write_kv(pool, k, v, attn, layer=0, backend=get_backend(backend))
@@ -139,7 +140,7 @@ def test_block_moves_refuse(backend):
     with pytest.raises(ValueError, match="src must be int32, got float32"):
         copy_blocks(pool, jnp.zeros(2), two)
     values = read_blocks(pool, two)
-    with pytest.raises(ValueError, match=r"values\[0\] is float32\[2,.*expected float32\[3, 2,"):
+    with pytest.raises(ValueError, match=r"values\[0\] is bfloat16\[2,.*expected bfloat16\[3, 2,"):
         write_blocks(pool, three, values)
     count = len(values)
     with pytest.raises(ValueError, match=f"values has {count + 1} arrays, the pool has {count}"):
