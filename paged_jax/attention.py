@@ -17,9 +17,24 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from paged_jax.errors import ModelLoadError
-from pallas_kernels import AttentionMetadata, Backend, KVPool, paged_attention, write_kv
+from pallas_kernels import (
+    AttentionMetadata,
+    Backend,
+    KVPool,
+    paged_attention,
+    read_kv,
+    write_kv,
+)
 
-__all__ = ["Attend", "LayerSpec", "PagedAttend", "dense", "discover_layers"]
+__all__ = [
+    "Attend",
+    "AttendsByRow",
+    "LayerSpec",
+    "PagedAttend",
+    "StepRows",
+    "dense",
+    "discover_layers",
+]
 
 MASKED = -1e30  # finite: a row without a key must not become NaN
 
@@ -54,8 +69,17 @@ def dense(segment_ids: Int[Array, " T"]) -> Attend:
     For training, and the oracle that serving is held against. Memory grows with `H * T * T`.
     The tokens of one segment stand next to each other, in order.
     """
+    return _DenseAttend(segment_ids)
 
-    def attend(q, k, v, *, layer, scale=None, window=None, softcap=None, sinks=None):
+
+class _DenseAttend:
+    def __init__(self, segment_ids: Int[Array, " T"]):
+        self._segment_ids = segment_ids
+
+    def rows(self, layers: Sequence["LayerSpec"]) -> Bool[Array, "T T"]:
+        return _visible(self._segment_ids, None)
+
+    def __call__(self, q, k, v, *, layer, scale=None, window=None, softcap=None, sinks=None):
         del layer
         num_tokens, num_heads, head_size = q.shape
         num_kv_heads = k.shape[1]
@@ -67,7 +91,7 @@ def dense(segment_ids: Int[Array, " T"]) -> Attend:
         scores = scale * jnp.einsum("tkgd,skd->kgts", grouped, k, preferred_element_type=_F32)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
-        visible = _visible(segment_ids, window)[None, None]
+        visible = _visible(self._segment_ids, window)[None, None]
         scores = jnp.where(visible, scores, MASKED)
 
         top = scores.max(axis=-1, keepdims=True)
@@ -80,8 +104,6 @@ def dense(segment_ids: Int[Array, " T"]) -> Attend:
             total += jnp.exp(sinks - top)
         out = jnp.einsum("kgts,skd->tkgd", weights / total, v, preferred_element_type=_F32)
         return out.reshape(q.shape).astype(q.dtype)
-
-    return attend
 
 
 _F32 = jnp.float32
@@ -137,9 +159,27 @@ class PagedAttend:
             softcap=softcap,
             backend=self._backend,
         )
-        for ref, array in zip(self._refs[group], pool.arrays, strict=True):
-            ref[...] = array
+        self._write(group, pool)
         return out
+
+    def rows(self, layers: Sequence["LayerSpec"]) -> "StepRows":
+        attn = self._attn
+        owned = jnp.diff(attn.query_start_loc).at[: self._decode_rows].set(1)
+        past_lens = jnp.maximum(attn.seq_lens - owned, 0)
+        pools = self.pools()
+
+        def read(layer: int, rows: Array) -> tuple[Array, Array]:
+            group, index = self._slot(layer)
+            tables = attn.block_tables[group][rows]
+            return read_kv(pools[group], tables, layer=index, backend=self._backend)
+
+        return StepRows(self._decode_rows, attn.query_start_loc, past_lens, read, self._write_layer)
+
+    def _write_layer(self, layer: int, k: Array, v: Array) -> None:
+        group, index = self._slot(layer)
+        pool = self._read(group)
+        pool = write_kv(pool, k, v, self._attn, layer=index, group=group, backend=self._backend)
+        self._write(group, pool)
 
     def pools(self) -> tuple[KVPool, ...]:
         """The pools with everything that was written so far, one of each block group."""
@@ -148,6 +188,10 @@ class PagedAttend:
     def _read(self, group: int) -> KVPool:
         arrays = tuple(ref[...] for ref in self._refs[group])
         return dataclasses.replace(self._pools[group], arrays=arrays)
+
+    def _write(self, group: int, pool: KVPool) -> None:
+        for ref, array in zip(self._refs[group], pool.arrays, strict=True):
+            ref[...] = array
 
     def _slot(self, layer: int | Array) -> tuple[int, int | Array]:
         number = _static_layer(layer)
@@ -161,6 +205,35 @@ class PagedAttend:
             )
         indices = np.array([index for _, index in self._layer_slots], np.int32)
         return groups.pop(), jnp.asarray(indices)[layer]
+
+
+class StepRows(NamedTuple):
+    """A step by sequences, for a model that attends by itself.
+
+    The first `decode_rows` rows own one token each, the first of the step, padding included; row
+    `r` of the others owns tokens `starts[r]` to `starts[r + 1]`.
+    """
+
+    decode_rows: int
+    starts: Int[Array, " S_plus_1"]
+    past_lens: Int[Array, " S"]
+    """Tokens of each row that are cached already."""
+    read: Callable[[int, Int[Array, " R"]], tuple[Float[Array, "R J K D"], Float[Array, "R J K D"]]]
+    """(layer, rows) -> keys and values cached before the step, by position; past a row's end they
+    may be anything."""
+    write: Callable[[int, Float[Array, "T K D"], Float[Array, "T K D"]], None]
+    """(layer, keys, values): puts those of the step's tokens into the cache."""
+
+
+@runtime_checkable
+class AttendsByRow(Protocol):
+    """An `attend` for models that attend by themselves, over a cache that they are given."""
+
+    def rows(self, layers: Sequence["LayerSpec"]) -> StepRows | Bool[Array, "T T"]:
+        """The step by sequences; where there is no cache, which tokens each token may see.
+
+        `layers` are those that the model caches, in order.
+        """
 
 
 # Under jit, with the layer as an array, so that layers that are alike are traced once for all.
@@ -250,6 +323,10 @@ class _Recorder:
         else:
             self._numbered[number] = spec
         return jnp.zeros_like(q)
+
+    def rows(self, layers: Sequence[LayerSpec]) -> Bool[Array, "T T"]:
+        self._numbered |= dict(enumerate(layers))
+        return jnp.ones((_TRACE_LEN, _TRACE_LEN), jnp.bool_)
 
     def layers(self, num_layers: int | None) -> tuple[LayerSpec, ...]:
         if not self._numbered and not self._traced:

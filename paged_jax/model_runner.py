@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from paged_jax.attention import PagedAttend
+from paged_jax.attention import PagedAttend, dense
 from paged_jax.host_blocks import PARCEL_SIZES, HostBlocks, Parcel, split_into_parcels
 from paged_jax.logit_edits import LogitEdits, add_biases, mask_tokens, no_edits
 from paged_jax.lora import Adapter, LoraWeight, fill_slot, with_adapter_ids
@@ -626,8 +626,9 @@ class ModelRunner:
 
     def _hidden_dtype(self) -> Any:
         tokens = jax.ShapeDtypeStruct((8,), jnp.int32)
+        attend = dense(jnp.zeros(8, jnp.int32))
         hidden = jax.eval_shape(
-            lambda params, t: self.model.apply(params, t, t, _attend_shapes), self._params, tokens
+            lambda params, t: self.model.apply(params, t, t, attend), self._params, tokens
         )
         return hidden.dtype
 
@@ -831,7 +832,3 @@ def _no_logprobs(rows: int, num_top: int) -> Logprobs:
 
 def _pairs(group: int, copies: Sequence[BlockCopy]) -> list[tuple[int, int]]:
     return [(copy.source, copy.target) for copy in copies if copy.group == group]
-
-
-def _attend_shapes(q, k, v, **_):
-    return jnp.zeros_like(q)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from paged_jax.attention import Attend, dense
+from paged_jax.attention import Attend, AttendsByRow, LayerSpec, StepRows, dense
 from paged_jax.errors import ModelLoadError
 
 __all__ = ["Steering", "TappedAttend", "add_taps", "check_taps", "tap"]
@@ -37,6 +37,11 @@ class TappedAttend:
 
     def __call__(self, q, k, v, **options: Any) -> jax.Array:
         return self._attend(q, k, v, **options)
+
+    def rows(self, layers: Sequence[LayerSpec]) -> StepRows | Bool[Array, "T T"]:
+        """See `attention.AttendsByRow`."""
+        assert isinstance(self._attend, AttendsByRow)
+        return self._attend.rows(layers)
 
     def tap(self, hidden: Float[Array, "T E"], layer: int) -> Float[Array, "T E"]:
         """What goes on from behind this layer."""

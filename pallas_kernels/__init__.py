@@ -6,7 +6,14 @@ its layout. Everything above sees block ids only.
 
 from pallas_kernels.gpu import GpuBackend
 from pallas_kernels.metadata import AttentionMetadata, GroupMetadata
-from pallas_kernels.ops import copy_blocks, paged_attention, read_blocks, write_blocks, write_kv
+from pallas_kernels.ops import (
+    copy_blocks,
+    paged_attention,
+    read_blocks,
+    read_kv,
+    write_blocks,
+    write_kv,
+)
 from pallas_kernels.pool import KV_HEADS, KVPool, KVSpec, PoolLayout
 from pallas_kernels.reference import ReferenceBackend
 from pallas_kernels.registry import (
@@ -42,6 +49,7 @@ __all__ = [
     "get_backend",
     "paged_attention",
     "read_blocks",
+    "read_kv",
     "register_backend",
     "write_blocks",
     "write_kv",

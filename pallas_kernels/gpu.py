@@ -72,6 +72,12 @@ class GpuBackend:
         written = array.at[block, :, :, offset].set(new, mode="drop")
         return KVPool((written,), pool.spec)
 
+    def unpack(
+        self, blocks: tuple[jax.Array, ...], spec: KVSpec
+    ) -> tuple[Float[Array, "M b K D"], Float[Array, "M b K D"]]:
+        (pairs,) = blocks  # [M,K,2,b,D]
+        return pairs[:, :, 0].swapaxes(1, 2), pairs[:, :, 1].swapaxes(1, 2)
+
     def paged_attention(
         self,
         q: Float[Array, "T H D"],

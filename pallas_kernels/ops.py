@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 
 from pallas_kernels import block_moves, validate
 from pallas_kernels.metadata import AttentionMetadata, of_group
-from pallas_kernels.pool import KVPool
+from pallas_kernels.pool import KVPool, block_in_range
 from pallas_kernels.registry import Backend
 from pallas_kernels.scoring import Scoring
 
@@ -33,6 +33,29 @@ def write_kv(
     validate.check_write(k, v, pool, attn, layer=layer, group=group)
     slots = of_group(attn, group).slot_mapping
     return backend.write_kv(pool, k, v, slots, layer=jnp.asarray(layer, jnp.int32))
+
+
+def read_kv(
+    pool: KVPool,
+    block_tables: Int[Array, "R B"],
+    *,
+    layer: int | Int[Array, ""],
+    backend: Backend,
+) -> tuple[Float[Array, "R J K D"], Float[Array, "R J K D"]]:
+    """Keys and values in all slots of the rows' blocks, in order: `J = B * block_size` of them.
+
+    For models that attend by themselves; it copies what it reads. In the pool's dtype, or in
+    float32 where that is one byte. What a slot without a token gives is unspecified.
+    """
+    spec = pool.spec
+    num_rows, table_width = block_tables.shape
+    ids = block_tables.reshape(-1)
+    validate.check_block_ids("block_tables", ids)
+    index = block_in_range(spec, jnp.asarray(layer, jnp.int32), ids)
+    blocks = tuple(array.at[index].get(mode="fill", fill_value=0) for array in pool.arrays)
+    k, v = backend.unpack(blocks, spec)  # [R*B,b,K,D]
+    shape = (num_rows, table_width * spec.block_size, spec.num_kv_heads, spec.head_size)
+    return k.reshape(shape), v.reshape(shape)
 
 
 def paged_attention(

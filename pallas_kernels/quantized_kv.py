@@ -31,6 +31,15 @@ def stored(k: jax.Array, v: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, ...
     return keys, values, key_scales, value_scales
 
 
+def decoded(
+    keys: jax.Array, values: jax.Array, *scales: jax.Array, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """What a pool of this dtype was given: undoes `stored`."""
+    if not scales:
+        return keys, values
+    return decode(keys, scales[0], dtype), decode(values, scales[1], dtype)
+
+
 def encode(x: Float[Array, "T K D"], dtype: jnp.dtype) -> tuple[jax.Array, Float[Array, "T K"]]:
     """Bytes `[T, K, D]` and scales: the largest of a head becomes the largest that there is."""
     wide = x.astype(jnp.float32)

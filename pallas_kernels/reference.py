@@ -18,7 +18,7 @@ from pallas_kernels.pool import (
     check_spec,
     zeros_pool,
 )
-from pallas_kernels.quantized_kv import decode, is_quantized, stored, stored_dtype
+from pallas_kernels.quantized_kv import decode, decoded, is_quantized, stored, stored_dtype
 from pallas_kernels.scoring import Scoring
 
 
@@ -70,6 +70,11 @@ class ReferenceBackend:
             for array, new in zip(pool.arrays, stored(k, v, pool.spec.dtype), strict=True)
         )
         return KVPool(arrays, pool.spec)
+
+    def unpack(
+        self, blocks: tuple[jax.Array, ...], spec: KVSpec
+    ) -> tuple[Float[Array, "M b K D"], Float[Array, "M b K D"]]:
+        return decoded(*blocks, dtype=spec.dtype)
 
     def paged_attention(
         self,

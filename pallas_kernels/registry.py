@@ -4,6 +4,7 @@ front door."""
 from collections.abc import Sequence
 from typing import Protocol
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.metadata import GroupMetadata
@@ -48,6 +49,11 @@ class Backend(Protocol):
         *,
         layer: Int[Array, ""],
     ) -> KVPool: ...
+
+    def unpack(
+        self, blocks: tuple[jax.Array, ...], spec: KVSpec
+    ) -> tuple[Float[Array, "M b K D"], Float[Array, "M b K D"]]:
+        """Keys and values of whole blocks, taken from the pool's arrays along axis 0."""
 
     def paged_attention(
         self,

@@ -82,6 +82,11 @@ class TpuBackend:
         array = write_tokens(pool.arrays[0], new, index, offset, interpret=self._interpret)
         return KVPool((array,), spec)
 
+    def unpack(
+        self, blocks: tuple[jax.Array, ...], spec: KVSpec
+    ) -> tuple[Float[Array, "M b K D"], Float[Array, "M b K D"]]:
+        return _slab(spec).unpack(blocks[0])
+
     def paged_attention(
         self,
         q: Float[Array, "T H D"],

@@ -69,6 +69,16 @@ class Slab(NamedTuple):
         rows = jnp.pad(rows, ((0, 0), (0, words * packing - self.num_rows), (0, 0)))
         return rows.reshape(-1, words, packing, lanes)
 
+    def unpack(
+        self, words: Shaped[Array, "*N C p 128"]
+    ) -> tuple[Shaped[Array, "*N K D"], Shaped[Array, "*N K D"]]:
+        """The keys and values of packed tokens."""
+        outer = words.shape[:-3]
+        room = LANES // 2 if self.shares_rows else self.lanes
+        rows = words.reshape(*outer, -1, LANES)[..., : self.num_rows, :]
+        pair = rows.reshape(*outer, self.num_kv_heads, 2, room)[..., : self.head_size]
+        return pair[..., 0, :], pair[..., 1, :]
+
     def pad_queries(self, q: Float[Array, "... D"]) -> Float[Array, "... lanes"]:
         """Zeros where the values lie: they then add nothing to a dot product with a whole row."""
         widths = [(0, 0)] * (q.ndim - 1) + [(0, self.lanes - self.head_size)]

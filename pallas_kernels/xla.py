@@ -17,7 +17,7 @@ from pallas_kernels.pool import (
     check_spec,
     zeros_pool,
 )
-from pallas_kernels.quantized_kv import is_quantized, stored, stored_dtype
+from pallas_kernels.quantized_kv import decoded, is_quantized, stored, stored_dtype
 from pallas_kernels.scoring import Scoring
 from pallas_kernels.xla_attention import attend_decodes, attend_prefills
 
@@ -79,6 +79,13 @@ class XlaBackend:
             for array, new in zip(others, new_others, strict=True)
         ]
         return KVPool((keys, *others), pool.spec)
+
+    def unpack(
+        self, blocks: tuple[jax.Array, ...], spec: KVSpec
+    ) -> tuple[Float[Array, "M b K D"], Float[Array, "M b K D"]]:
+        keys, values, *scales = blocks  # [M,K,D,b] [M,K,b,D]
+        k, v = decoded(keys.swapaxes(2, 3), values, *scales, dtype=spec.dtype)
+        return k.swapaxes(1, 2), v.swapaxes(1, 2)
 
     def paged_attention(
         self,

@@ -14,6 +14,7 @@ from pallas_kernels import (
     get_backend,
     paged_attention,
     read_blocks,
+    read_kv,
     write_blocks,
     write_kv,
 )
@@ -46,6 +47,47 @@ def blocks_of(backend: str, pool: KVPool) -> list[np.ndarray]:
 
 def ids(*numbers: int) -> jax.Array:
     return jnp.asarray(np.array(numbers, np.int32))
+
+
+# (back end, heads, head size, dtype): for the TPU heads of half a row, of one and of several.
+READ_BACK = [
+    ("reference", 3, 8, "float32"),
+    ("reference", 2, 16, "int8"),
+    ("xla", 3, 8, "float32"),
+    ("xla", 2, 16, "float8_e4m3fn"),
+    ("gpu", 2, 64, "bfloat16"),
+    ("tpu", 3, 8, "bfloat16"),
+    ("tpu", 2, 80, "float32"),
+    ("tpu", 3, 256, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("backend", "num_heads", "head_size", "dtype"), READ_BACK)
+def test_what_was_written_is_read_back_in_order(backend, num_heads, head_size, dtype):
+    block_size = 64 if backend == "gpu" else 4
+    spec = KVSpec(2, 6, block_size, num_heads, head_size, jnp.dtype(dtype))
+    rng = np.random.default_rng(0)
+    table = np.array([[5, 2, 0], [3, 6, 1]], np.int32)  # 6 is outside, 0 holds nothing
+    places = (table[:, :, None] * block_size + np.arange(block_size)).reshape(2, -1)
+    written = np.isin(table, (1, 2, 3, 5)).repeat(block_size, axis=1)
+    slots = jnp.asarray(places[written], jnp.int32)
+    k, v = rng.normal(size=(2, len(slots), num_heads, head_size)).astype(np.float32)
+    value = get_backend(backend)
+    stored = jnp.float32 if spec.dtype.itemsize == 1 else spec.dtype
+
+    @jax.jit
+    def write_and_read(k, v):
+        pool = value.write_kv(value.init_pool(spec), k, v, slots, layer=jnp.int32(1))
+        return [read_kv(pool, jnp.asarray(table), layer=i, backend=value) for i in (0, 1)]
+
+    other, layer = write_and_read(jnp.asarray(k, stored), jnp.asarray(v, stored))
+    assert not any(array.any() for array in other)
+    off = {1: 0.1, 2: 0.02, 4: 0}[spec.dtype.itemsize]
+    for got, wanted in zip(layer, (k, v), strict=True):
+        assert got.shape == (2, 3 * block_size, num_heads, head_size) and got.dtype == stored
+        got = np.asarray(got, np.float32)
+        np.testing.assert_allclose(got[written], wanted, atol=off, rtol=off)
+        assert not got[0, 2 * block_size :].any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

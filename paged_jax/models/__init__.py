@@ -1,6 +1,7 @@
 """Models behind one contract, and how they are loaded."""
 
 from paged_jax.models.attention_fn import AttentionFn, from_attention_fn
+from paged_jax.models.cached import from_cached
 from paged_jax.models.loading import load_model, named_params
 from paged_jax.models.registry import FAMILIES, Family, find_family
 from paged_jax.models.served import (
@@ -23,6 +24,7 @@ __all__ = [
     "ServedModel",
     "find_family",
     "from_attention_fn",
+    "from_cached",
     "from_function",
     "from_linen",
     "from_nnx",
