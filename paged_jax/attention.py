@@ -72,6 +72,9 @@ def dense(segment_ids: Int[Array, " T"]) -> Attend:
     return _DenseAttend(segment_ids)
 
 
+# Static, as all that a model may be given for `attend`: it can be an argument of what is
+# rematerialised, scanned or compiled, beside arrays.
+@jax.tree_util.register_static
 class _DenseAttend:
     def __init__(self, segment_ids: Int[Array, " T"]):
         self._segment_ids = segment_ids
@@ -117,6 +120,7 @@ def _visible(segment_ids: Int[Array, " T"], window: int | None) -> Bool[Array, "
     return visible if window is None else visible & (behind < window)
 
 
+@jax.tree_util.register_static
 class PagedAttend:
     """Attend through the KV cache of a step: writes this layer's keys and values, then reads.
 
@@ -303,6 +307,7 @@ def discover_layers(
 _TRACE_LEN = 8  # tokens; any length will do
 
 
+@jax.tree_util.register_static
 class _Recorder:
     """An `attend` that notes the shapes it is called with and returns zeros."""
 

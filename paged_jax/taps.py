@@ -19,6 +19,7 @@ from paged_jax.errors import ModelLoadError
 __all__ = ["Steering", "TappedAttend", "add_taps", "check_taps", "tap"]
 
 
+@jax.tree_util.register_static
 class TappedAttend:
     """An `attend` that also knows what happens between the layers. Lives for one trace."""
 

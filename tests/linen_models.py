@@ -21,34 +21,41 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Learned positions and a tied head. `scan` says how the stacked layers are run."""
+    """Learned positions and a tied head. `scan` says how the stacked layers are run.
+
+    `checked` is Flax's own check of what a rematerialised layer may not change in a scan.
+    """
 
     vocab_size: int = 50
     hidden_size: int = 32
     num_layers: int = 3
     max_position: int = 64
     scan: bool = True
+    remat: bool = False
+    checked: bool = False
 
     def setup(self):
         self.tokens = nn.Embed(self.vocab_size, self.hidden_size)
         self.places = nn.Embed(self.max_position, self.hidden_size)
+        block = nn.remat(Block) if self.remat else Block
         if self.scan:
             self.blocks = nn.scan(
-                Block,
+                block,
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
                 in_axes=(0, nn.broadcast),
                 length=self.num_layers,
+                check_constancy_invariants=self.checked,
             )()
         else:
-            self.blocks = [Block(name=f"block_{i}") for i in range(self.num_layers)]
+            self.blocks = [block(name=f"block_{i}") for i in range(self.num_layers)]
 
     def __call__(self, token_ids, positions, attend):
         x = self.tokens(token_ids) + self.places(positions)
         if self.scan:
             return self.blocks(x, jnp.arange(self.num_layers), attend)[0]
         for i, block in enumerate(self.blocks):
-            x, _ = block(x, i, attend)
+            x, _ = block(x, jnp.int32(i) if self.remat else i, attend)
         return x
 
     def logits(self, hidden):

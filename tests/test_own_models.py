@@ -249,6 +249,44 @@ def test_windows_and_linen_modules_conform():
     assert len(check_model(module, params, num_layers=3).layers) == 3
 
 
+def linen_decoder(**options):
+    module = linen_models.Decoder(**options)
+    ids = jnp.arange(4)
+    return module, module.init(jax.random.key(1), ids, ids, dense(jnp.zeros_like(ids)))["params"]
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_rematerialised_linen_layers_conform(scan):
+    module, params = linen_decoder(remat=True, scan=scan)
+    found = check_model(module, params, num_layers=3)
+    assert 0 < max(found.errors.values()) < found.tolerance
+
+
+def test_a_rematerialised_scan_that_flax_checks_is_told_what_to_say():
+    module, params = linen_decoder(remat=True, checked=True)
+    with pytest.raises(ModelLoadError, match=r"Decoder rematerialises .*check_constancy_invaria"):
+        check_model(module, params, num_layers=3)
+
+
+def test_rematerialised_layers_give_the_gradients_of_others():
+    module, params = linen_decoder()
+    ids = jnp.asarray(PROMPT)
+
+    def gradients(**options):
+        def loss(params):
+            model = linen_models.Decoder(**options)
+            attend = dense(jnp.zeros_like(ids))
+            hidden = model.apply({"params": params}, ids, jnp.arange(len(ids)), attend)
+            return jnp.sum(hidden**2)
+
+        return jax.grad(loss)(params)
+
+    for one, other in zip(
+        *map(jax.tree.leaves, (gradients(), gradients(remat=True))), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
 def counts_its_own_positions(params, token_ids, positions, attend):
     return function(params, token_ids, jnp.arange(len(token_ids)), attend)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 from flax import linen, nnx
 from jaxtyping import Array, Float, Int
@@ -105,7 +106,17 @@ def from_linen(
     """
 
     def apply(params, token_ids, positions, attend):
-        return module.apply({"params": params}, token_ids, positions, attend)
+        try:
+            return module.apply({"params": params}, token_ids, positions, attend)
+        except KeyError as error:  # JAX loses track of the cache's cells, and says no more
+            if not isinstance(error.args[0], jax.extend.core.Var):
+                raise
+            raise ModelLoadError(
+                f"{type(module).__name__} rematerialises its layers inside of nn.scan: say "
+                "nn.scan(..., check_constancy_invariants=False), since the check that Flax would "
+                "make cannot be traced through the KV cache; or serve it without nn.remat, its "
+                "parameters are the same"
+            ) from error
 
     def logits(params, hidden):
         return module.apply({"params": params}, hidden, method="logits").astype(jnp.float32)
