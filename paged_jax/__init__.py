@@ -45,7 +45,8 @@ if TYPE_CHECKING:
     from paged_jax.async_engine import AsyncEngine
     from paged_jax.beam_search import Beam, BeamSearchOutput, BeamSearchParams
     from paged_jax.config import EngineConfig
-    from paged_jax.engine import Engine, EngineStats
+    from paged_jax.engine import Engine
+    from paged_jax.engine_stats import EngineStats
     from paged_jax.errors import (
         ConfigError,
         EngineDeadError,
@@ -68,7 +69,7 @@ _HOMES = {
     "Engine": "paged_jax.engine",
     "EngineConfig": "paged_jax.config",
     "EngineDeadError": "paged_jax.errors",
-    "EngineStats": "paged_jax.engine",
+    "EngineStats": "paged_jax.engine_stats",
     "LLM": "paged_jax.llm",
     "ModelLoadError": "paged_jax.errors",
     "ModelNotFoundError": "paged_jax.errors",

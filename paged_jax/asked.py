@@ -1,4 +1,5 @@
-"""What requests ask for beyond plain sampling: rules for their tokens, scores of their prompts."""
+"""What requests ask for beyond plain sampling: rules for their tokens, log-probabilities of those
+and of their prompts."""
 
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
@@ -9,12 +10,23 @@ from paged_jax.errors import RequestError
 from paged_jax.grammar import Form, Grammars
 from paged_jax.logit_edits import LogitEdits
 from paged_jax.model_runner import Wants
+from paged_jax.outputs import TokenLogprob
 from paged_jax.prompt_scores import PromptScores, ScoredTokens, find_scored
+from paged_jax.sampling import Logprobs
 from paged_jax.token_rules import TokenRules, make_edits
 from paged_jax.tokenizer import Tokenizer
-from scheduler import Request, SamplingParams, SchedulerOutput
+from scheduler import FinishReason, Request, SamplingParams, SchedulerOutput, SequenceUpdate
 
-__all__ = ["Asked", "Prepared", "bad_word_ids", "needs_full_sampler", "prepare", "wants_of"]
+__all__ = [
+    "Asked",
+    "Prepared",
+    "awaits_a_token",
+    "bad_word_ids",
+    "needs_full_sampler",
+    "prepare",
+    "wants_of",
+    "with_logprobs",
+]
 
 
 class Prepared(NamedTuple):
@@ -56,6 +68,21 @@ class Asked:
             return None
         found = find_scored(output, self.scores)
         return found if found.targets else None
+
+    def with_scores(self, update: SequenceUpdate) -> SequenceUpdate:
+        """Add the prompt's scores to the first sample's first update; drop a token nobody wants."""
+        request = update.sequence.request
+        if update.finish_reason is FinishReason.ERROR:
+            return update
+        if update.sequence.index == 0:
+            scores = self.scores.pop(request.request_id, None)
+            if scores is not None:
+                update = update._replace(prompt_logprobs=scores.entries())
+        if request.params.max_tokens != 0:
+            return update
+        return SequenceUpdate(
+            update.sequence, None, FinishReason.LENGTH, prompt_logprobs=update.prompt_logprobs
+        )
 
     def edits(self, output: SchedulerOutput, rows: int) -> LogitEdits | None:
         if not self.rules:
@@ -117,3 +144,30 @@ def bad_word_ids(words: Iterable[str], tokenizer: Tokenizer | None) -> tuple[tup
             if ids:
                 found[tuple(ids)] = None
     return tuple(found)
+
+
+def awaits_a_token(output: SchedulerOutput) -> bool:
+    """Whether what a row may draw depends on a token that is not known to the host yet."""
+    return any(
+        s.sequence.num_in_flight > 1 and s.sequence.request.params.masks_by_output
+        for s in output.samples
+    )
+
+
+def with_logprobs(
+    updates: list[SequenceUpdate], output: SchedulerOutput, logprobs: Logprobs
+) -> list[SequenceUpdate]:
+    """Add to each update what its request asked for."""
+    chosen, top_ids, top = (np.asarray(x) for x in logprobs)
+    row_of = {sampled.sequence: i for i, sampled in enumerate(output.samples)}
+    added = []
+    for update in updates:
+        params = update.sequence.request.params
+        if params.needs_logprobs and update.token_id is not None:
+            i, n = row_of[update.sequence], params.logprobs or 0
+            pairs = zip(top_ids[i, :n].tolist(), top[i, :n].tolist(), strict=True)
+            best = {token_id: value for token_id, value in pairs if value > -np.inf}
+            entry = TokenLogprob(update.token_id, float(chosen[i]), best)
+            update = update._replace(logprobs=entry)
+        added.append(update)
+    return added

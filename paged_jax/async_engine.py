@@ -19,7 +19,8 @@ from typing import Any, Literal, Self
 from paged_jax.asked import Prepared
 from paged_jax.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from paged_jax.config import EngineConfig
-from paged_jax.engine import Drain, Engine, EngineStats, Version, Weights
+from paged_jax.engine import Drain, Engine, Version, Weights
+from paged_jax.engine_stats import EngineStats
 from paged_jax.errors import EngineDeadError, PagedJaxError, RequestError
 from paged_jax.outputs import RequestOutput
 from paged_jax.progress import Progress

@@ -1,15 +1,14 @@
 """Hidden states on their way from steps to those who asked for them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from paged_jax.errors import RequestError
 from scheduler import SchedulerOutput
 
-__all__ = ["Captures", "check_steering"]
+__all__ = ["Captures"]
 
 
 class _Part(NamedTuple):
@@ -52,26 +51,3 @@ class Captures:
             states = np.asarray(captured)[:, place : place + count].astype(np.float32)
             out[:, start : start + count] = states
         return dict(zip(self._layers, out, strict=True))
-
-
-def check_steering(
-    steering: Mapping[int, np.ndarray], layers: Sequence[int], hidden_size: int
-) -> np.ndarray:
-    """The vectors as float32[L, E], zeros where there is none. RequestError names what is wrong."""
-    out = np.zeros((len(layers), hidden_size), np.float32)
-    for layer, vector in steering.items():
-        if layer not in layers:
-            raise RequestError(
-                f"steering names layer {layer!r}; this engine steers behind "
-                f"steering_layers={tuple(layers)}",
-                param="steering",
-            )
-        values = np.asarray(vector)
-        if values.shape != (hidden_size,) or not np.isfinite(values.astype(np.float64)).all():
-            raise RequestError(
-                f"steering of layer {layer} must be {hidden_size} finite numbers, got shape "
-                f"{list(values.shape)}",
-                param="steering",
-            )
-        out[layers.index(layer)] = values
-    return out

@@ -7,31 +7,40 @@ Text is not its business: `LLM` and `AsyncEngine` put a tokenizer in front of it
 
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, cast, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import jax
 import numpy as np
 from flax import linen, nnx
 
-from paged_jax.adapters import Adapters, adapter_targets, with_adapter_slots
-from paged_jax.asked import Asked, Prepared, needs_full_sampler, prepare, wants_of
-from paged_jax.captures import Captures, check_steering
+from paged_jax.adapters import Adapters, adapter_targets
+from paged_jax.asked import (
+    Asked,
+    Prepared,
+    awaits_a_token,
+    needs_full_sampler,
+    prepare,
+    wants_of,
+    with_logprobs,
+)
+from paged_jax.captures import Captures
 from paged_jax.compile_cache import use_compile_cache
 from paged_jax.compile_log import CompileCounter
+from paged_jax.compiling import Compiling
 from paged_jax.config import EngineConfig, config_of
+from paged_jax.configured_model import configured_model, own_params
+from paged_jax.engine_stats import EngineCounters, EngineStats, make_stats
 from paged_jax.errors import ConfigError, ModelLoadError, RequestError
-from paged_jax.generation_config import GenerationConfig, read_generation_config
+from paged_jax.generation_config import read_generation_config, sampling_defaults
 from paged_jax.grammar import Grammars
 from paged_jax.hub import resolve_model
-from paged_jax.model_runner import StepResult, StepSizes
+from paged_jax.model_runner import StepResult
 from paged_jax.models import (
     Apply,
     Logits,
@@ -40,18 +49,15 @@ from paged_jax.models import (
     from_linen,
     from_nnx,
     load_model,
-    quantized,
 )
-from paged_jax.outputs import TokenLogprob
-from paged_jax.params import cast_floats, own_copy
 from paged_jax.plan import choose_dtype, make_plan, size_runner
 from paged_jax.progress import ConsoleProgress, Progress
-from paged_jax.prompt_scores import ScoredTokens, take_scores
+from paged_jax.prompt_scores import ScoredTokens, scores_alone, take_scores
+from paged_jax.request_checks import RequestChecks
 from paged_jax.salts import resalted, salt_of
 from paged_jax.sampling import Logprobs
 from paged_jax.sharding import choose_device
-from paged_jax.step_clock import StepClock
-from paged_jax.taps import check_taps
+from paged_jax.steering import SteeringVectors, check_steering, digest_of
 from paged_jax.tokenizer import Tokenizer, load_tokenizer
 from scheduler import (
     ORDER_POLICIES,
@@ -71,7 +77,7 @@ from scheduler import (
     record_step,
 )
 
-__all__ = ["Engine", "EngineStats"]
+__all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
 
@@ -86,76 +92,6 @@ MAX_FAILED_STEPS = 3  # in a row; then the engine is dead
 
 class _StepFailedError(Exception):
     """The device gave an error; what was donated to the step is lost."""
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """The engine as an operator sees it. Counters only rise; gauges are of the last step.
-
-    `num_blocks` includes the null block, `num_host_blocks` are those that can be used. The
-    device's blocks are those of the layers with full attention, where there are some: they are
-    what runs out; layers with a sliding window have few of their own.
-    `num_swaps` counts sequences, `num_swap_outs`, `num_swap_ins` and `num_copies` blocks.
-    `params_number` counts the updates of the weights; the bytes are those on the device now.
-    `steps_by_size` says how many steps computed at most that many tokens.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    block_size: int
-    blocks_in_use: int
-    blocks_cached: int
-    max_num_seqs: int
-    num_steps: int
-    num_requests: int
-    prompt_tokens: int
-    generation_tokens: int
-    scheduled_tokens: int
-    padded_tokens: int
-    preemptions: int
-    prefix_lookup_tokens: int
-    prefix_hit_tokens: int
-    compiles: int
-    compile_s: float
-    late_compiles: int
-    mean_occupancy: float
-    mean_block_utilization: float
-    host_s: float
-    device_s: float
-    num_swaps: int
-    num_swap_outs: int
-    num_swap_ins: int
-    num_copies: int
-    num_host_blocks: int
-    host_blocks_in_use: int
-    host_blocks_cached: int
-    compile_cache_hits: int
-    params_number: int
-    weight_bytes: int
-    kv_cache_bytes: int
-    steps_by_kind: Mapping[str, int]
-    steps_by_size: Mapping[int, int]
-    num_failed_steps: int
-
-    @classmethod
-    def empty(cls, config: EngineConfig) -> Self:
-        """The figures of an engine that has done nothing yet."""
-        zeros: dict[str, Any] = dict.fromkeys((f.name for f in dataclasses.fields(cls)), 0)
-        none = StepTotals()
-        return cls(
-            **zeros
-            | {
-                "block_size": config.block_size,
-                "steps_by_kind": none.steps_by_kind,
-                "steps_by_size": none.steps_by_size,
-            }
-        )
-
-    @property
-    def kv_cache_usage(self) -> float:
-        """Share of the pool's blocks that are held; cached ones count as free."""
-        return self.blocks_in_use / max(1, self.num_blocks - 1)
 
 
 class _Pending(NamedTuple):
@@ -220,7 +156,7 @@ class Engine:
             use_compile_cache(config.compilation_cache_dir)
             model = from_function(
                 model,
-                own_copy(cast_floats(params, config.dtype), choose_device(config.device)),
+                own_params(params, config),
                 logits=logits,
                 num_layers=num_layers,
                 max_position=max_position,
@@ -232,23 +168,16 @@ class Engine:
         self.vocab_size = model.vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.generation_defaults = dict(generation_defaults or {})
-        self._progress = progress or ConsoleProgress()
-        self.step_clock = StepClock()
-        self._compile_counter = CompileCounter()
-        self._num_late_compiles = 0
-        self._warm = False
+        progress = progress or ConsoleProgress()
+        compile_counter = CompileCounter()
 
         device = choose_device(config.device)
-        if config.quantization is not None:
-            model = quantized(model, config.quantization)
-        if config.enable_lora:
-            model = with_adapter_slots(model, config.max_loras, config.max_lora_rank)
-        if config.capture_layers or config.steering_layers:
-            layers = {*config.capture_layers, *config.steering_layers}
-            check_taps(model.apply, model.params, sorted(layers))
+        model = configured_model(model, config)
         plan = make_plan(model, config, device)
         self.max_num_batched_tokens = plan.max_num_batched_tokens
-        self.runner = size_runner(model, plan, config, device, self._progress)
+        self.runner = size_runner(model, plan, config, device, progress)
+        self._compiling = Compiling(self.runner, compile_counter, progress)
+        self.step_clock = self._compiling.clock
         scheduler_config = plan.scheduler_config(config, self.runner)
         # Without an explicit length, promise no more than the pool can hold.
         self.max_model_len = plan.max_model_len
@@ -263,30 +192,33 @@ class Engine:
         self._step_log = _open_step_log(config, scheduler_config)
         self.runner.allocate()
         self._adapters = self._make_adapters(model)
+        self._checks = RequestChecks(
+            config,
+            vocab_size=model.vocab_size,
+            hidden_size=model.hidden_size,
+            max_model_len=self.max_model_len,
+            heeds_priority=order is not None or config.scheduling_policy == "priority",
+            adapters=self._adapters,
+            check_fits=self.scheduler.check_fits,
+        )
         self._weight_bytes = self.runner.num_weight_bytes
         self._kv_cache_bytes = self.runner.num_pool_bytes
 
         self.params_version: Version = 0
-        self._params_number = 0
         self._asleep: Asleep | None = None
         self._hidden_size = model.hidden_size
         self._captures = Captures(config.capture_layers)
-        self._steering: dict[str, np.ndarray] = {}  # by request
-        self._steered_rows: set[int] = set()
-        self._heeds_priority = order is not None or config.scheduling_policy == "priority"
+        self._steering = SteeringVectors(len(config.steering_layers), model.hidden_size)
         self._lag = 1 if config.overlap else 0
         self._pending: deque[_Pending] = deque()
         self._finished_at_birth: list[SequenceUpdate] = []
         self._asked = Asked(model.vocab_size)
         self._grammars: Grammars | None = None
         self._grammars_lock = threading.Lock()
-        self._num_failed_steps = 0
         self._num_failed_in_a_row = 0
         self._totals = StepTotals()
         self.records: deque[StepRecord] = deque(maxlen=NUM_RECORDS)
-        self._num_requests = 0
-        self._num_prompt_tokens = 0
-        self._num_generation_tokens = 0
+        self._counters = EngineCounters()
         self._last_stats = self._make_stats()
 
     @classmethod
@@ -323,7 +255,7 @@ class Engine:
             name=files.name,
             tokenizer=tokenizer,
             eos_token_ids=eos,
-            generation_defaults=_defaults(generation, config, progress),
+            generation_defaults=sampling_defaults(generation, config, progress),
             progress=progress,
         )
 
@@ -354,11 +286,7 @@ class Engine:
             uses_positions=uses_positions,
         )
         return cls(
-            model._replace(
-                params=own_copy(
-                    cast_floats(model.params, config.dtype), choose_device(config.device)
-                )
-            ),
+            model._replace(params=own_params(model.params, config)),
             config,
             tokenizer=tokenizer,
             eos_token_ids=eos_token_ids,
@@ -389,7 +317,7 @@ class Engine:
         use_compile_cache(config.compilation_cache_dir)
         model = from_linen(
             module,
-            own_copy(cast_floats(params, config.dtype), choose_device(config.device)),
+            own_params(params, config),
             num_layers=num_layers,
             max_position=max_position,
             uses_positions=uses_positions,
@@ -429,32 +357,15 @@ class Engine:
 
         Reads only what never changes, so any thread may call it.
         """
-        self._check_priority(priority)
-        _check_text("tenant", tenant)
-        _check_text("cache_salt", cache_salt)
-        self._check_adapter(adapter)
-        check_steering(steering or {}, self.config.steering_layers, self._hidden_size)
-        num_tokens = len(prompt_token_ids)
-        if not num_tokens:
-            raise RequestError("the prompt is empty: it needs at least one token", param="prompt")
-        max_tokens = 1 if params.max_tokens is None else params.max_tokens
-        if num_tokens + max_tokens > self.max_model_len:
-            wanted = "at least 1" if params.max_tokens is None else f"{max_tokens}"
-            raise RequestError(
-                f"this model's maximum context length is {self.max_model_len} tokens, but the "
-                f"prompt has {num_tokens} and max_tokens asks for {wanted} more",
-                param="prompt" if num_tokens >= self.max_model_len else "max_tokens",
-                code="context_length_exceeded",
-            )
-        self.scheduler.check_fits(num_tokens)
-        for token_id in prompt_token_ids:
-            self._check_token_id(token_id, "prompt")
-        for token_id in params.stop_token_ids:
-            self._check_token_id(token_id, "stop_token_ids")
-        for token_id in params.allowed_token_ids or ():
-            self._check_token_id(token_id, "allowed_token_ids")
-        for token_id, _ in params.biases:
-            self._check_token_id(token_id, "logit_bias")
+        self._checks.check(
+            prompt_token_ids,
+            params,
+            priority=priority,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            adapter=adapter,
+            steering=steering,
+        )
 
     def prepare(self, params: SamplingParams) -> Prepared:
         """Compile what a request's parameters ask for; takes up to seconds. Any thread.
@@ -469,38 +380,6 @@ class Engine:
             if self._grammars is None:
                 self._grammars = Grammars.of(self.tokenizer, self.vocab_size, self.eos_token_ids)
             return self._grammars
-
-    def _check_priority(self, priority: Any) -> None:
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestError(f"priority must be an integer, got {priority!r}", param="priority")
-        if not -(2**31) <= priority < 2**31:
-            raise RequestError(
-                f"priority must be between {-(2**31)} and {2**31 - 1}, got {priority}",
-                param="priority",
-            )
-        if priority and not self._heeds_priority:
-            raise RequestError(
-                f"priority is {priority}, but the scheduling policy here is "
-                f"{self.config.scheduling_policy!r}, which does not look at it: leave it out, or "
-                "start the engine with scheduling_policy='priority'",
-                param="priority",
-            )
-
-    def _check_adapter(self, name: str | None) -> None:
-        if name is not None and self._adapters.find(name) is None:
-            known = ", ".join(self._adapters.names) or "none"
-            raise RequestError(
-                f"no adapter {str(name)[:80]!r} is loaded; there are: {known}", param="adapter"
-            )
-
-    def _check_token_id(self, token_id: Any, param: str) -> None:
-        is_int = isinstance(token_id, int | np.integer) and not isinstance(token_id, bool)
-        if not is_int or not 0 <= token_id < self.vocab_size:
-            raise RequestError(
-                f"{param} holds {token_id!r}, which is no token id: they are integers from 0 to "
-                f"{self.vocab_size - 1}",
-                param=param,
-            )
 
     def add_request(
         self,
@@ -536,7 +415,7 @@ class Engine:
         if self._asleep is not None:
             raise RequestError("the engine is asleep: wake() it first", code="asleep")
         prepared = self.prepare(params) if prepared is None else prepared
-        self._num_requests += 1
+        self._counters.num_requests += 1
         loaded = None if adapter is None else self._adapters.find(adapter)
         layers = self.config.steering_layers
         vectors = check_steering(steering, layers, self._hidden_size) if steering else None
@@ -550,7 +429,10 @@ class Engine:
             priority=priority,
             tenant=tenant,
             salt=salt_of(
-                self._params_number, loaded and loaded.key, self._digest(vectors), cache_salt
+                self._counters.params_number,
+                loaded and loaded.key,
+                digest_of(vectors),
+                cache_salt,
             ),
             adapter_id=loaded.slot_id if loaded else 0,
         )
@@ -563,15 +445,11 @@ class Engine:
             self.scheduler.add(request)
             self._asked.add(request, prepared)
             if vectors is not None:
-                self._steering[request_id] = vectors
+                self._steering.add(request_id, vectors)
             if self._step_log is not None:
                 self._step_log.add(request, self._now)
-        self._num_prompt_tokens += len(prompt_token_ids)
+        self._counters.prompt_tokens += len(prompt_token_ids)
         return request
-
-    @staticmethod
-    def _digest(vectors: np.ndarray | None) -> str:
-        return "" if vectors is None else hashlib.sha256(vectors.tobytes()).hexdigest()
 
     def _check_id_is_free(self, request_id: str) -> None:
         ended = (update.sequence.request.request_id for update in self._finished_at_birth)
@@ -583,7 +461,7 @@ class Engine:
     def _seed_of(self, params: SamplingParams) -> int:
         if params.seed is not None:
             return params.seed
-        return derive_seed(self.config.seed, self._num_requests)
+        return derive_seed(self.config.seed, self._counters.num_requests)
 
     def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Length at which a sequence ends. The last token is sampled but never stored.
@@ -618,15 +496,14 @@ class Engine:
         try:
             self._step(updates)
         except _StepFailedError as failed:
-            self._num_failed_steps += 1
+            self._counters.num_failed_steps += 1
             self._num_failed_in_a_row += 1
             if self._num_failed_in_a_row >= MAX_FAILED_STEPS:
                 raise
             logger.error("a step failed and is done over", exc_info=failed.__cause__)
             self._start_over()
         self._asked.keep_only(self.scheduler.requests)
-        for request_id in [r for r in self._steering if r not in self.scheduler.requests]:
-            del self._steering[request_id]
+        self._steering.keep_only(self.scheduler.requests)
         self._last_stats = self._make_stats()
         return updates
 
@@ -652,7 +529,7 @@ class Engine:
 
     def _allocate(self) -> None:
         self.runner.allocate()
-        self._steered_rows.clear()
+        self._steering.forget_rows()
 
     def _dispatch(
         self, output: SchedulerOutput, began: float, updates: list[SequenceUpdate]
@@ -677,18 +554,19 @@ class Engine:
             num_chunk_tokens=sizes.chunk_tokens,
             num_sample_rows=sizes.samples,
         )
-        self._compile_missing(output, sizes)
+        self._compiling.missing(self.runner.programs_of(output.moves, sizes))
         result, scores = None, []
         with _device_work():
             self.runner.move_blocks(output.moves)
             self._count_tokens(output)
             if output.num_tokens:
-                self._steer(output)
+                for row, vectors in self._steering.changes(output.started):
+                    self.runner.steer(row, vectors)
                 hidden, captured = self.runner.forward(batch, sizes)
                 if captured is not None:
                     self._captures.note(output, sizes.decodes, captured)
         if output.num_tokens:
-            if self._pending and _awaits_a_token(output):
+            if self._pending and awaits_a_token(output):
                 updates += self._update()  # while the device is at the backbone
             edits = self._asked.edits(output, sizes.samples) if sizes.full else None
             wants = wants_of(output, sizes.samples) if sizes.full else None
@@ -703,20 +581,6 @@ class Engine:
         )
         host_s = time.perf_counter() - began
         return _Pending(output, result, record, host_s, scored, scores)
-
-    def _steer(self, output: SchedulerOutput) -> None:
-        """Give the rows that were lent anew the vectors of their requests, or none."""
-        if not self.config.steering_layers:
-            return
-        for sequence in output.started:
-            vectors = self._steering.get(sequence.request.request_id)
-            if vectors is not None:
-                self.runner.steer(sequence.row, vectors)
-                self._steered_rows.add(sequence.row)
-            elif sequence.row in self._steered_rows:
-                shape = (len(self.config.steering_layers), self._hidden_size)
-                self.runner.steer(sequence.row, np.zeros(shape, np.float32))
-                self._steered_rows.remove(sequence.row)
 
     def _count_tokens(self, output: SchedulerOutput) -> None:
         for sequence in output.started:
@@ -738,9 +602,9 @@ class Engine:
         updates = self.scheduler.update(output, sampled)
         self._forget_what_is_not_finite(updates)
         if result is not None and result.logprobs is not None:
-            updates = _with_logprobs(updates, output, result.logprobs)
-        updates = [self._with_scores(update) for update in updates]
-        self._num_generation_tokens += sum(u.token_id is not None for u in updates)
+            updates = with_logprobs(updates, output, result.logprobs)
+        updates = [self._asked.with_scores(update) for update in updates]
+        self._counters.generation_tokens += sum(u.token_id is not None for u in updates)
         host_s += time.perf_counter() - waited
         record = dataclasses.replace(record, host_s=host_s, device_s=waited - began)
         self.records.append(record)
@@ -748,23 +612,6 @@ class Engine:
         if self._step_log is not None:
             self._step_log.update(output, sampled, record)
         return updates
-
-    def _with_scores(self, update: SequenceUpdate) -> SequenceUpdate:
-        """Add the prompt's scores to the first sample's first update; drop a token nobody wants."""
-        request = update.sequence.request
-        failed = update.finish_reason is FinishReason.ERROR
-        if update.sequence.index == 0 and not failed:
-            scores = self._asked.scores.pop(request.request_id, None)
-            if scores is not None:
-                update = update._replace(prompt_logprobs=scores.entries())
-        if request.params.max_tokens == 0 and not failed:
-            return SequenceUpdate(
-                update.sequence,
-                None,
-                FinishReason.LENGTH,
-                prompt_logprobs=update.prompt_logprobs,
-            )
-        return update
 
     def _forget_what_is_not_finite(self, updates: Sequence[SequenceUpdate]) -> None:
         """After an `error`, no cached block is found again: the NaN may lie in any of those that
@@ -795,30 +642,8 @@ class Engine:
         if self.tokenizer is not None and self.eos_token_ids:
             with contextlib.suppress(RequestError):  # whoever asks for structure hears of it
                 self._grammar_compiler()
-        programs = list(self.runner.programs())
-        began = time.perf_counter()
-        with self._progress.track("compiling", len(programs), unit="programs") as advance:
-            self.runner.compile_all(programs, lambda program: advance(1), wanted)
+        self._compiling.all(list(self.runner.programs()), wanted)
         self._last_stats = self._make_stats()
-        if not wanted():
-            return
-        self._progress.say(
-            f"compiled {len(programs)} programs in {time.perf_counter() - began:.1f} s, "
-            f"{self._compile_counter.num_cache_hits} of them found on disk"
-        )
-        self._warm = True
-
-    def _compile_missing(self, output: SchedulerOutput, sizes: StepSizes) -> None:
-        """Say which programs this step compiles: in service it would look like a hang."""
-        for program in self.runner.programs_of(output.moves, sizes):
-            if self.runner.is_compiled(program):
-                continue
-            if self._warm:
-                self._num_late_compiles += 1
-                logger.warning("compiling after warm-up: %s", program)
-            self._progress.say(f"compiling: {program}")
-            with self.step_clock.compiling():
-                self.runner.compile(program)
 
     # -- scores -----------------------------------------------------------------------------
 
@@ -833,7 +658,7 @@ class Engine:
         cannot be scored, before any is.
         """
         names = self._ask(token_ids, {"adapter": adapter})
-        return [_scores_of(ended) for ended in self._until_ended(names)]
+        return [scores_alone(ended) for ended in self._until_ended(names)]
 
     def capture(
         self,
@@ -865,7 +690,7 @@ class Engine:
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
         for ids in token_ids:
             self.check_request(ids, params, **standing)
-        names = [f"given-{self._num_requests}-{i}" for i in range(len(token_ids))]
+        names = [f"given-{self._counters.num_requests}-{i}" for i in range(len(token_ids))]
         for name, ids in zip(names, token_ids, strict=True):
             self.add_request(name, ids, params, **standing)
             if capture:
@@ -939,10 +764,11 @@ class Engine:
         self.runner.check_params(tree)
         self._drain(drain)
         self.runner.replace_params(tree)
-        self._params_number += 1
-        self.params_version = self._params_number if version is None else version
+        self._counters.params_number += 1
+        number = self._counters.params_number
+        self.params_version = number if version is None else version
         salts = {
-            request_id: resalted(request.salt, self._params_number)
+            request_id: resalted(request.salt, number)
             for request_id, request in self.scheduler.requests.items()
         }
         self.scheduler.resalt(salts)
@@ -1025,77 +851,26 @@ class Engine:
         return self._last_stats
 
     def _make_stats(self) -> EngineStats:
-        scheduler, totals = self.scheduler, self._totals
-        windows = scheduler.config.windows
-        pool = scheduler.pools[windows.index(None) if None in windows else 0]
-        host_pools = scheduler.blocks.host_pools
-        return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=scheduler.num_waiting,
-            num_blocks=pool.num_blocks,
-            block_size=self.config.block_size,
-            blocks_in_use=pool.num_referenced,
-            blocks_cached=pool.num_cached,
-            max_num_seqs=self.config.max_num_seqs,
-            num_steps=totals.num_steps,
-            num_requests=self._num_requests,
-            prompt_tokens=self._num_prompt_tokens,
-            generation_tokens=self._num_generation_tokens,
-            scheduled_tokens=totals.num_tokens,
-            padded_tokens=totals.num_padded_tokens,
-            preemptions=scheduler.num_preemptions,
-            prefix_lookup_tokens=scheduler.num_lookup_tokens,
-            prefix_hit_tokens=scheduler.num_hit_tokens,
-            compiles=self._compile_counter.num_compiles,
-            compile_s=self._compile_counter.compile_s,
-            late_compiles=self._num_late_compiles,
-            mean_occupancy=totals.mean_occupancy,
-            mean_block_utilization=totals.mean_block_utilization,
-            host_s=totals.host_s,
-            device_s=totals.device_s,
-            num_swaps=scheduler.num_swaps,
-            num_swap_outs=totals.num_swap_outs,
-            num_swap_ins=totals.num_swap_ins,
-            num_copies=totals.num_copies,
-            num_host_blocks=sum(pool.num_blocks - 1 for pool in host_pools),
-            host_blocks_in_use=sum(pool.num_referenced for pool in host_pools),
-            host_blocks_cached=sum(pool.num_cached for pool in host_pools),
-            compile_cache_hits=self._compile_counter.num_cache_hits,
-            params_number=self._params_number,
+        return make_stats(
+            self.config,
+            self.scheduler,
+            self._totals,
+            self._counters,
+            self._compiling,
             weight_bytes=self._weight_bytes if self.runner.has_params else 0,
             kv_cache_bytes=self._kv_cache_bytes if self._asleep is None else 0,
-            steps_by_kind=dict(totals.steps_by_kind),
-            steps_by_size=totals.steps_by_size,
-            num_failed_steps=self._num_failed_steps,
         )
 
     def close(self) -> None:
         """Close the step log and give up listening for compilations. Nothing runs afterwards."""
-        self._compile_counter.close()
+        self._compiling.counter.close()
         if self._step_log is not None:
             self._step_log.close()
-
-
-def _scores_of(update: SequenceUpdate) -> np.ndarray:
-    """Of a request that only scored its prompt; NaN where the model's logits were not finite."""
-    if update.finish_reason is FinishReason.ERROR:
-        return np.full(update.sequence.num_prompt_tokens - 1, np.nan, np.float32)
-    entries = cast(Sequence[TokenLogprob], update.prompt_logprobs)[1:]
-    return np.array([entry.logprob for entry in entries], np.float32)
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
-
-
-def _check_text(param: str, text: Any) -> None:
-    if not isinstance(text, str):
-        raise RequestError(f"{param} must be a string, got {text!r}", param=param)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RequestError(f"{param} holds half a surrogate pair", param=param) from None
 
 
 @contextlib.contextmanager
@@ -1105,47 +880,6 @@ def _device_work() -> Iterator[None]:
         yield
     except Exception as error:
         raise _StepFailedError(f"{type(error).__name__}: {error}") from error
-
-
-def _awaits_a_token(output: SchedulerOutput) -> bool:
-    """Whether what a row may draw depends on a token that is not known to the host yet."""
-    return any(
-        s.sequence.num_in_flight > 1 and s.sequence.request.params.masks_by_output
-        for s in output.samples
-    )
-
-
-def _with_logprobs(
-    updates: list[SequenceUpdate], output: SchedulerOutput, logprobs: Logprobs
-) -> list[SequenceUpdate]:
-    """Add to each update what its request asked for."""
-    chosen, top_ids, top = (np.asarray(x) for x in logprobs)
-    row_of = {sampled.sequence: i for i, sampled in enumerate(output.samples)}
-    added = []
-    for update in updates:
-        params = update.sequence.request.params
-        if params.needs_logprobs and update.token_id is not None:
-            i, n = row_of[update.sequence], params.logprobs or 0
-            pairs = zip(top_ids[i, :n].tolist(), top[i, :n].tolist(), strict=True)
-            best = {token_id: value for token_id, value in pairs if value > -np.inf}
-            entry = TokenLogprob(update.token_id, float(chosen[i]), best)
-            update = update._replace(logprobs=entry)
-        added.append(update)
-    return added
-
-
-def _defaults(
-    generation: GenerationConfig, config: EngineConfig, progress: Progress
-) -> Mapping[str, Any]:
-    """The recommended sampling fields, said aloud: nobody should wonder where they come from."""
-    if config.generation_config == "none" or not generation.sampling:
-        return {}
-    told = ", ".join(f"{name} {value:g}" for name, value in generation.sampling.items())
-    progress.say(
-        f"unless a request says otherwise: {told} (the model's generation_config.json; "
-        "generation_config=none leaves it out)"
-    )
-    return generation.sampling
 
 
 def _open_step_log(config: EngineConfig, scheduler_config: SchedulerConfig) -> StepLog | None:

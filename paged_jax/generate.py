@@ -20,7 +20,7 @@ from paged_jax.progress import ConsoleProgress
 from scheduler import SamplingParams
 
 if TYPE_CHECKING:
-    from paged_jax.engine import EngineStats
+    from paged_jax.engine_stats import EngineStats
     from paged_jax.llm import LLM
 
 __all__ = ["add_arguments", "run"]

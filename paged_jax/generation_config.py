@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from paged_jax.checkpoint.model_files import read_json
+from paged_jax.config import EngineConfig
+from paged_jax.progress import Progress
 
-__all__ = ["GenerationConfig", "read_generation_config"]
+__all__ = ["GenerationConfig", "read_generation_config", "sampling_defaults"]
 
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -36,3 +38,17 @@ def read_generation_config(directory: Path) -> GenerationConfig:
 def _is_number(generation: Mapping[str, Any], name: str) -> bool:
     value = generation.get(name)
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def sampling_defaults(
+    generation: GenerationConfig, config: EngineConfig, progress: Progress
+) -> Mapping[str, Any]:
+    """The recommended sampling fields, said aloud: nobody should wonder where they come from."""
+    if config.generation_config == "none" or not generation.sampling:
+        return {}
+    told = ", ".join(f"{name} {value:g}" for name, value in generation.sampling.items())
+    progress.say(
+        f"unless a request says otherwise: {told} (the model's generation_config.json; "
+        "generation_config=none leaves it out)"
+    )
+    return generation.sampling

@@ -5,7 +5,8 @@ from numbers import Integral
 from typing import Any, cast
 
 from paged_jax.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
-from paged_jax.engine import Engine, EngineStats
+from paged_jax.engine import Engine
+from paged_jax.engine_stats import EngineStats
 from paged_jax.errors import ConfigError, RequestError
 from paged_jax.outputs import RequestOutput
 from paged_jax.progress import ConsoleProgress, Progress, SilentProgress

@@ -1,15 +1,15 @@
 """The log-probabilities of a prompt's tokens, gathered over the steps that compute it."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from paged_jax.outputs import TokenLogprob
 from paged_jax.sampling import Logprobs
-from scheduler import Request, SchedulerOutput
+from scheduler import FinishReason, Request, SchedulerOutput, SequenceUpdate
 
-__all__ = ["PromptScores", "ScoredTokens", "find_scored", "take_scores"]
+__all__ = ["PromptScores", "ScoredTokens", "find_scored", "scores_alone", "take_scores"]
 
 
 class ScoredTokens(NamedTuple):
@@ -88,3 +88,12 @@ def take_scores(
     for i, (request_id, position) in enumerate(scored.owners):
         if request_id in scores:
             scores[request_id].take(position, chosen[i], top_ids[i], top[i])
+
+
+def scores_alone(update: SequenceUpdate) -> np.ndarray:
+    """float32[n - 1] of a request that only scored its prompt of n tokens; NaN where the model's
+    logits were not finite."""
+    if update.finish_reason is FinishReason.ERROR:
+        return np.full(update.sequence.num_prompt_tokens - 1, np.nan, np.float32)
+    entries = cast(Sequence[TokenLogprob], update.prompt_logprobs)[1:]
+    return np.array([entry.logprob for entry in entries], np.float32)

@@ -13,7 +13,7 @@ import tokenizers
 import paged_jax
 import serve
 from paged_jax import EngineConfig, RequestError, SamplingParams, cli, doctor, generate, hub, llm
-from paged_jax.engine import EngineStats
+from paged_jax.engine_stats import EngineStats
 from paged_jax.jobs import Job
 from paged_jax.outputs import CompletionOutput, RequestOutput
 from tests.tiny_models import write_tiny_llama

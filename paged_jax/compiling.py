@@ -1,0 +1,55 @@
+"""When an engine's programs are compiled, and what is said and counted about it."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from paged_jax.compile_log import CompileCounter
+from paged_jax.model_runner import ModelRunner, Program
+from paged_jax.progress import Progress
+from paged_jax.step_clock import StepClock
+
+__all__ = ["Compiling"]
+
+logger = logging.getLogger(__name__)
+
+
+class Compiling:
+    """Owned by the engine's thread; `clock` may be read by any.
+
+    Whatever is compiled after `all` is counted and logged as late.
+    """
+
+    def __init__(self, runner: ModelRunner, counter: CompileCounter, progress: Progress):
+        self.counter = counter
+        self.clock = StepClock()
+        self.num_late = 0
+        self._runner = runner
+        self._progress = progress
+        self._warm = False
+
+    def all(self, programs: Sequence[Program], wanted: Callable[[], bool]) -> None:
+        """Compile these, with a progress bar. `wanted` is asked between programs; when it says no,
+        the rest is left."""
+        began = time.perf_counter()
+        with self._progress.track("compiling", len(programs), unit="programs") as advance:
+            self._runner.compile_all(programs, lambda program: advance(1), wanted)
+        if not wanted():
+            return
+        self._progress.say(
+            f"compiled {len(programs)} programs in {time.perf_counter() - began:.1f} s, "
+            f"{self.counter.num_cache_hits} of them found on disk"
+        )
+        self._warm = True
+
+    def missing(self, programs: Iterable[Program]) -> None:
+        """Compile those that are not, and say which: in service it would look like a hang."""
+        for program in programs:
+            if self._runner.is_compiled(program):
+                continue
+            if self._warm:
+                self.num_late += 1
+                logger.warning("compiling after warm-up: %s", program)
+            self._progress.say(f"compiling: {program}")
+            with self.clock.compiling():
+                self._runner.compile(program)
