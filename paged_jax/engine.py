@@ -40,6 +40,7 @@ from paged_jax.errors import ConfigError, ModelLoadError, RequestError
 from paged_jax.generation_config import read_generation_config, sampling_defaults
 from paged_jax.grammar import Grammars
 from paged_jax.hub import resolve_model
+from paged_jax.logged_scheduler import LoggedScheduler, open_step_log
 from paged_jax.model_runner import StepResult
 from paged_jax.models import (
     Apply,
@@ -65,11 +66,8 @@ from scheduler import (
     OrderPolicy,
     Request,
     SamplingParams,
-    Scheduler,
-    SchedulerConfig,
     SchedulerOutput,
     SequenceUpdate,
-    StepLog,
     StepRecord,
     StepTotals,
     derive_seed,
@@ -183,13 +181,12 @@ class Engine:
         self.max_model_len = plan.max_model_len
         if config.max_model_len is None:
             self.max_model_len = min(plan.max_model_len, scheduler_config.capacity_tokens)
-        self._now = time.monotonic()  # of the step being made, so that a log can replay it
-        self.scheduler = Scheduler(
+        self._logged = LoggedScheduler(
             scheduler_config,
             order or ORDER_POLICIES[config.scheduling_policy](),
-            clock=lambda: self._now,
+            open_step_log(config, scheduler_config),
         )
-        self._step_log = _open_step_log(config, scheduler_config)
+        self.scheduler = self._logged.scheduler
         self.runner.allocate()
         self._adapters = self._make_adapters(model)
         self._checks = RequestChecks(
@@ -441,13 +438,10 @@ class Engine:
                 SequenceUpdate(s, None, FinishReason.LENGTH) for s in request.sequences
             ]
         else:
-            self._now = time.monotonic()
-            self.scheduler.add(request)
+            self._logged.add(request)
             self._asked.add(request, prepared)
             if vectors is not None:
                 self._steering.add(request_id, vectors)
-            if self._step_log is not None:
-                self._step_log.add(request, self._now)
         self._counters.prompt_tokens += len(prompt_token_ids)
         return request
 
@@ -481,8 +475,7 @@ class Engine:
             if update.sequence.request.request_id != request_id
             or index not in (None, update.sequence.index)
         ]
-        if self.scheduler.abort(request_id, index) and self._step_log is not None:
-            self._step_log.abort(request_id, index)
+        self._logged.abort(request_id, index)
 
     @property
     def has_unfinished(self) -> bool:
@@ -510,10 +503,7 @@ class Engine:
     def _step(self, updates: list[SequenceUpdate]) -> None:
         """Adds to `updates` as soon as something is known, so that a failure loses nothing."""
         began = time.perf_counter()
-        self._now = time.monotonic()
-        output = self.scheduler.schedule()
-        if self._step_log is not None:
-            self._step_log.step(output, self._now)
+        output = self._logged.schedule()
         if not output.is_empty:
             self._pending.append(self._dispatch(output, began, updates))
         if len(self._pending) > self._lag or (output.is_empty and self._pending):
@@ -524,7 +514,7 @@ class Engine:
     def _start_over(self) -> None:
         """After a failed step the pool is gone, and with it every step in flight."""
         self._pending.clear()
-        self._recompute_all()
+        self._logged.recompute_all()
         self._allocate()
 
     def _allocate(self) -> None:
@@ -609,8 +599,7 @@ class Engine:
         record = dataclasses.replace(record, host_s=host_s, device_s=waited - began)
         self.records.append(record)
         self._totals.add(record)
-        if self._step_log is not None:
-            self._step_log.update(output, sampled, record)
+        self._logged.note_update(output, sampled, record)
         return updates
 
     def _forget_what_is_not_finite(self, updates: Sequence[SequenceUpdate]) -> None:
@@ -771,9 +760,7 @@ class Engine:
             request_id: resalted(request.salt, number)
             for request_id, request in self.scheduler.requests.items()
         }
-        self.scheduler.resalt(salts)
-        if self._step_log is not None and salts:
-            self._step_log.resalt(salts)
+        self._logged.resalt(salts)
         if self._asleep is not None:
             self._asleep = Asleep(None)
         return self.params_version
@@ -800,7 +787,7 @@ class Engine:
         if self._asleep is not None:
             return
         self._drain(drain)
-        self._recompute_all()
+        self._logged.recompute_all()
         self._asleep = Asleep(self.runner.params_on_host() if weights == "host" else None)
         self.runner.release()
         if weights != "keep":
@@ -831,18 +818,11 @@ class Engine:
             self._start_over()
         if drain == "abort":
             for request in list(self.scheduler.requests.values()):
-                ended = self.scheduler.abort(request.request_id)
+                ended = self._logged.abort(request.request_id)
                 early += [SequenceUpdate(s, None, FinishReason.ABORT) for s in ended]
-                if self._step_log is not None:
-                    self._step_log.abort(request.request_id, None)
         if self.scheduler.requests:
-            self._recompute_all()
+            self._logged.recompute_all()
         self._finished_at_birth += early
-
-    def _recompute_all(self) -> None:
-        self.scheduler.recompute_all()
-        if self._step_log is not None:
-            self._step_log.recompute()
 
     # -- figures ----------------------------------------------------------------------------
 
@@ -864,8 +844,7 @@ class Engine:
     def close(self) -> None:
         """Close the step log and give up listening for compilations. Nothing runs afterwards."""
         self._compiling.counter.close()
-        if self._step_log is not None:
-            self._step_log.close()
+        self._logged.close()
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
@@ -880,13 +859,3 @@ def _device_work() -> Iterator[None]:
         yield
     except Exception as error:
         raise _StepFailedError(f"{type(error).__name__}: {error}") from error
-
-
-def _open_step_log(config: EngineConfig, scheduler_config: SchedulerConfig) -> StepLog | None:
-    if config.step_log is None:
-        return None
-    try:
-        file = Path(config.step_log).open("w")  # noqa: SIM115 - the log owns it
-    except OSError as error:
-        raise ConfigError(f"step_log={config.step_log!r}: {error.strerror}") from error
-    return StepLog(file, scheduler_config, config.scheduling_policy)

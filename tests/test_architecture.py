@@ -71,6 +71,7 @@ FLOORS = (
         "engine_stats",
         "grammar",
         "kv_memory",
+        "logged_scheduler",
         "request_checks",
         "steering",
         "token_rules",

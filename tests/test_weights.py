@@ -185,7 +185,6 @@ def test_a_step_log_with_updates_replays(engine, modules):
     engine.update_params(modules[1], drain="keep")
     run = Run(engine)
     run.drain()
-    engine._step_log._file.flush()
     with open(engine.config.step_log) as lines:
         assert sum(1 for _ in replay(lines)) > 20
 
