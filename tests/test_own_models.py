@@ -269,7 +269,7 @@ def test_a_rematerialised_scan_that_flax_checks_is_told_what_to_say():
 
 
 def test_rematerialised_layers_give_the_gradients_of_others():
-    module, params = linen_decoder()
+    _, params = linen_decoder()
     ids = jnp.asarray(PROMPT)
 
     def gradients(**options):
@@ -281,9 +281,7 @@ def test_rematerialised_layers_give_the_gradients_of_others():
 
         return jax.grad(loss)(params)
 
-    for one, other in zip(
-        *map(jax.tree.leaves, (gradients(), gradients(remat=True))), strict=True
-    ):
+    for one, other in zip(*map(jax.tree.leaves, (gradients(), gradients(remat=True))), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
