@@ -9,7 +9,7 @@ import tokenizers
 
 from paged_jax.errors import ModelLoadError
 
-__all__ = ["TextStream", "TokenBytes"]
+__all__ = ["TextStream", "TokenBytes", "byte_level_alphabet"]
 
 # Decoders under which a text is the sum of what its tokens add, except that bytes may have to come
 # together first and that the first token may lose a space. No decoder at all is one of them.
@@ -23,7 +23,7 @@ def _decoder_kinds(decoder: dict | None) -> set[str]:
     return {decoder["type"]}.union(*inner)
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """GPT-2's letters for bytes: printable Latin-1 stands for itself, the rest from U+0100 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
@@ -50,7 +50,7 @@ class TokenBytes:
                 f"known are {', '.join(sorted(ADDITIVE))}"
             )
         self._backend = backend
-        self._alphabet = _byte_level_alphabet() if "ByteLevel" in kinds else None
+        self._alphabet = byte_level_alphabet() if "ByteLevel" in kinds else None
         self._falls_back = "ByteFallback" in kinds
         self._anchor = self._find_anchor()
         self._memo: dict[int, bytes] = {}

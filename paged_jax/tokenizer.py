@@ -8,6 +8,8 @@ import tokenizers
 
 from paged_jax.chat_template import ChatTemplate, Message
 from paged_jax.checkpoint.model_files import model_file, read_json
+from paged_jax.checkpoint.sentencepiece_file import read_sentencepiece
+from paged_jax.checkpoint.tekken_file import read_tekken
 from paged_jax.errors import ModelLoadError, RequestError
 from paged_jax.token_text import TextStream, TokenBytes
 
@@ -152,9 +154,10 @@ def load_tokenizer(directory: Path | str, *, chat_template: str | None = None) -
     missing or damaged.
     """
     directory = Path(directory)
-    backend = _backend(directory)
     config = read_json(directory, "tokenizer_config.json") or {}
     config = {**(read_json(directory, "special_tokens_map.json") or {}), **config}
+    backend, own = _backend(directory, config)
+    config = {**own, **config}
     bos, eos = (_token_text(config.get(key)) for key in ("bos_token", "eos_token"))
     sources = _template_sources(directory, config) if chat_template is None else {}
     if chat_template is not None:
@@ -173,24 +176,33 @@ def load_tokenizer(directory: Path | str, *, chat_template: str | None = None) -
     )
 
 
-OTHERS = ("tokenizer.model", "tekken.json", "vocab.json")  # other formats of a vocabulary
-
-
-def _backend(directory: Path) -> tokenizers.Tokenizer:
+def _backend(
+    directory: Path, config: Mapping[str, Any]
+) -> tuple[tokenizers.Tokenizer, Mapping[str, Any]]:
+    """The tokenizer, and what its own file says of it beside tokenizer_config.json."""
     path = model_file(directory, "tokenizer.json")
-    if not path.is_file():
-        others = [name for name in OTHERS if (directory / name).exists()]
-        way_out = (
-            f"; {others[0]} alone is not enough, save it with transformers' "
-            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-            if others
-            else ""
-        )
-        raise ModelLoadError(f"{directory} has no tokenizer.json{way_out}")
-    try:
-        return tokenizers.Tokenizer.from_buffer(path.read_bytes())
-    except Exception as error:  # the library raises nothing more exact
-        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    if path.is_file():
+        try:
+            return tokenizers.Tokenizer.from_buffer(path.read_bytes()), {}
+        except Exception as error:  # the library raises nothing more exact
+            raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    ends = {"add_bos": config.get("add_bos_token") is not False}
+    ends["add_eos"] = config.get("add_eos_token") is True
+    tekken = read_json(directory, "tekken.json")
+    if tekken is not None:
+        return read_tekken(tekken, **ends)
+    pieces = model_file(directory, "tokenizer.model")
+    if pieces.is_file():
+        return read_sentencepiece(pieces, **ends)
+    way_out = (
+        "; vocab.json alone is not enough, save it with transformers' "
+        "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        if (directory / "vocab.json").exists()
+        else ""
+    )
+    raise ModelLoadError(
+        f"{directory} has no tokenizer.json, tokenizer.model or tekken.json{way_out}"
+    )
 
 
 def _token_text(token: object) -> str | None:

@@ -37,6 +37,8 @@ What to know:
 - gpt-oss is read in MXFP4 and computed in the engine's dtype.
 - LongRoPE (Phi 3 and 4) has one table for short contexts and one for long ones. An engine uses one
   of them for all sequences: the long one if `max_model_len` is above the length of training.
+- A tokenizer comes from `tokenizer.json`; where there is none, from Mistral's `tekken.json` or
+  SentencePiece's `tokenizer.model` (BPE and unigram). Both are read without further packages.
 - GGUF files of Mistral and Mixtral call themselves `llama`; Mistral's say nothing of a window.
 - Dynamic NTK scaling changes nothing up to `max_position_embeddings`, and no engine goes beyond.
 - Of models that see images (`Gemma3ForConditionalGeneration`) the text model is served.

@@ -16,7 +16,7 @@ from tokenizers import (
 
 from paged_jax.errors import ModelLoadError
 
-__all__ = ["build_tokenizer", "special_token_ids", "tokenizer_config"]
+__all__ = ["Split", "build_tokenizer", "byte_level", "special_token_ids", "tokenizer_config"]
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
 SPACE = "\u2581"  # how SentencePiece writes a space
@@ -104,10 +104,16 @@ def tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     split = _split(metadata)
     pairs = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", ())]
-    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    known = set(tokens)
     for pair in pairs:
-        if len(pair) != 2 or not vocabulary.keys() >= {*pair, "".join(pair)}:
+        if len(pair) != 2 or not known >= {*pair, "".join(pair)}:
             raise ModelLoadError(f"tokenizer.ggml.merges holds {' '.join(pair)!r}: no two tokens")
+    return byte_level(tokens, pairs, split)
+
+
+def byte_level(tokens: Sequence[str], pairs: Sequence[tuple[str, ...]], split: Split) -> Tokenizer:
+    """A tokenizer whose `tokens`, by id, are bytes in GPT-2's letters; `pairs` are its merges."""
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=split.whole_words))
     if split.nfc:
         tokenizer.normalizer = normalizers.NFC()
