@@ -103,15 +103,17 @@ def tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     split = _split(metadata)
-    pairs = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", ())]
+    merges = metadata.get("tokenizer.ggml.merges", ())
     known = set(tokens)
-    for pair in pairs:
+    for merge in merges:
+        pair = merge.split(" ")
         if len(pair) != 2 or not known >= {*pair, "".join(pair)}:
-            raise ModelLoadError(f"tokenizer.ggml.merges holds {' '.join(pair)!r}: no two tokens")
+            raise ModelLoadError(f"tokenizer.ggml.merges holds {merge!r}: no two tokens")
+    pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
     return byte_level(tokens, pairs, split)
 
 
-def byte_level(tokens: Sequence[str], pairs: Sequence[tuple[str, ...]], split: Split) -> Tokenizer:
+def byte_level(tokens: Sequence[str], pairs: Sequence[tuple[str, str]], split: Split) -> Tokenizer:
     """A tokenizer whose `tokens`, by id, are bytes in GPT-2's letters; `pairs` are its merges."""
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=split.whole_words))

@@ -36,7 +36,8 @@ def read_sentencepiece(path: Path, *, add_bos: bool, add_eos: bool) -> tuple[Tok
     try:
         model = _message(path.read_bytes())
         metadata = _metadata(model)
-        trainer, normalizer = (_message(_last(model, field, b"")) for field in (TRAINER, NORMALIZER))
+        trainer = _message(_last(model, TRAINER, b""))
+        normalizer = _message(_last(model, NORMALIZER, b""))
     except (IndexError, ValueError, struct.error) as error:
         raise ModelLoadError(f"{path} is no SentencePiece model: {error}") from error
     kind = _last(trainer, MODEL_TYPE, UNIGRAM)
@@ -46,9 +47,8 @@ def read_sentencepiece(path: Path, *, add_bos: bool, add_eos: bool) -> tuple[Tok
         name: _signed(_last(trainer, field, SPECIAL_DEFAULTS[name]))
         for field, name in SPECIAL_IDS.items()
     }
-    metadata |= {
-        f"tokenizer.ggml.{name}_token_id": token_id for name, token_id in ids.items() if token_id >= 0
-    }
+    named = {name: token_id for name, token_id in ids.items() if token_id >= 0}
+    metadata |= {f"tokenizer.ggml.{name}_token_id": token_id for name, token_id in named.items()}
     metadata["tokenizer.ggml.add_space_prefix"] = bool(_last(normalizer, DUMMY_PREFIX, 1))
     metadata["tokenizer.ggml.add_bos_token"] = add_bos
     metadata["tokenizer.ggml.add_eos_token"] = add_eos
@@ -84,9 +84,7 @@ def _normalize_first(tokenizer: Tokenizer, normalizer: Message) -> None:
     if charsmap := _last(normalizer, CHARSMAP, b""):
         first.append(normalizers.Precompiled(charsmap))
     if _last(normalizer, SQUEEZE, 1):
-        first += [
-            normalizers.Replace(Regex(pattern), with_) for pattern, with_ in SQUEEZED.items()
-        ]
+        first += [normalizers.Replace(Regex(pattern), with_) for pattern, with_ in SQUEEZED.items()]
     if first:
         tokenizer.normalizer = normalizers.Sequence([*first, tokenizer.normalizer])
 

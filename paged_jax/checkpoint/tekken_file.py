@@ -14,7 +14,28 @@ from paged_jax.token_text import byte_level_alphabet
 __all__ = ["read_tekken"]
 
 # What files mean that do not list their special tokens (mistral-common).
-UNLISTED = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"]
+UNLISTED = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    "[INST]",
+    "[/INST]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+    "[TOOL_CALLS]",
+    "[IMG]",
+    "<pad>",
+    "[IMG_BREAK]",
+    "[IMG_END]",
+    "[PREFIX]",
+    "[MIDDLE]",
+    "[SUFFIX]",
+    "[SYSTEM_PROMPT]",
+    "[/SYSTEM_PROMPT]",
+    "[TOOL_CONTENT]",
+]
 NUM_SPECIAL = 1000  # where the file does not say
 BOS, EOS = "<s>", "</s>"
 
@@ -70,7 +91,7 @@ def _ordinary(vocab: Sequence[Mapping[str, Any]], number: int) -> list[bytes]:
 
 
 def _merges(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Merges that make tiktoken's choice: of all pairs that form a token, that of the lowest rank."""
+    """Merges that make tiktoken's choice: of all pairs that form a token, the lowest rank."""
     ranks = {word: rank for rank, word in enumerate(words)}
     return [
         pair
