@@ -14,10 +14,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from paged_jax.errors import ModelLoadError
+from paged_jax.sharding import ALL_DEVICES
 from pallas_kernels import (
+    KV_HEADS,
     AttentionMetadata,
     Backend,
     KVPool,
@@ -137,14 +140,20 @@ class PagedAttend:
         layer_slots: Sequence[tuple[int, int]],
         decode_rows: int,
         backend: Backend,
+        mesh: Mesh | None = None,
     ) -> None:
-        """`pools[g]` is block group g's pool; `layer_slots[layer]` is (group, index in it)."""
+        """`pools[g]` is block group g's pool; `layer_slots[layer]` is (group, index in it).
+
+        Over a mesh of several devices each one attends with its own heads, to its own part of the
+        pools: their specs say what one device holds.
+        """
         self._pools = tuple(pools)
         self._refs = tuple(tuple(map(jax.new_ref, pool.arrays)) for pool in pools)
         self._attn = jax.tree.map(jnp.asarray, attn)
         self._layer_slots = tuple(layer_slots)
         self._decode_rows = decode_rows
         self._backend = backend
+        self._mesh = None if mesh is None or mesh.size == 1 else mesh
 
     def __call__(self, q, k, v, *, layer, scale=None, window=None, softcap=None, sinks=None):
         group, index = self._slot(layer)
@@ -162,11 +171,14 @@ class PagedAttend:
             window=window,
             softcap=softcap,
             backend=self._backend,
+            mesh=self._mesh,
         )
         self._write(group, pool)
         return out
 
     def rows(self, layers: Sequence["LayerSpec"]) -> "StepRows":
+        if self._mesh is not None:
+            raise ModelLoadError("a model that attends by itself runs on one device")
         attn = self._attn
         owned = jnp.diff(attn.query_start_loc).at[: self._decode_rows].set(1)
         past_lens = jnp.maximum(attn.seq_lens - owned, 0)
@@ -243,7 +255,7 @@ class AttendsByRow(Protocol):
 # Under jit, with the layer as an array, so that layers that are alike are traced once for all.
 @partial(
     jax.jit,
-    static_argnames=("group", "decode_rows", "scale", "window", "softcap", "backend"),
+    static_argnames=("group", "decode_rows", "scale", "window", "softcap", "backend", "mesh"),
 )
 def _write_and_attend(
     pool: KVPool,
@@ -260,23 +272,42 @@ def _write_and_attend(
     window: int | None,
     softcap: float | None,
     backend: Backend,
+    mesh: Mesh | None,
 ) -> tuple[KVPool, Array]:
     """The two halves of paged attention in the order in which they must run."""
-    pool = write_kv(pool, k, v, attn, layer=layer, group=group, backend=backend)
-    out = paged_attention(
-        q,
-        pool,
-        attn,
-        layer=layer,
-        decode_rows=decode_rows,
-        group=group,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        backend=backend,
+
+    def on_one_device(pool, q, k, v, attn, layer, sinks):
+        pool = write_kv(pool, k, v, attn, layer=layer, group=group, backend=backend)
+        out = paged_attention(
+            q,
+            pool,
+            attn,
+            layer=layer,
+            decode_rows=decode_rows,
+            group=group,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            backend=backend,
+        )
+        return pool, out
+
+    if mesh is None:
+        return on_one_device(pool, q, k, v, attn, layer, sinks)
+    # No device needs what another one holds: the heads are cut, and nothing else.
+    all_of_it, of_pool = PartitionSpec(), backend.layout(pool.spec).partition_specs
+    of_heads, of_kv_heads = PartitionSpec(None, ALL_DEVICES), PartitionSpec(None, KV_HEADS)
+    of_q_k_v, of_sinks = (of_heads, of_kv_heads, of_kv_heads), PartitionSpec(ALL_DEVICES)
+    pool_specs = KVPool(of_pool, pool.spec)
+    on_all = jax.shard_map(
+        on_one_device,
+        mesh=mesh,
+        in_specs=(pool_specs, *of_q_k_v, all_of_it, all_of_it, of_sinks),
+        out_specs=(pool_specs, of_heads),
+        check_vma=False,  # devices with the same KV heads write the same into their copies
     )
-    return pool, out
+    return on_all(pool, q, k, v, attn, layer, sinks)
 
 
 class LayerSpec(NamedTuple):

@@ -75,7 +75,7 @@ class EngineConfig:
     block_size: int = _option(16, CACHE, "tokens in a KV block")
     num_blocks: int | None = _option(None, CACHE, "KV blocks in the pool, the null block included")
     kv_cache_memory: float | None = _option(
-        None, CACHE, "GiB for the KV cache (default: what memory allows; 2 on a CPU)"
+        None, CACHE, "GiB for the KV cache on each device (default: what memory allows; 2 on a CPU)"
     )
     kv_cache_dtype: str = _option(
         "auto",
@@ -137,6 +137,9 @@ class EngineConfig:
     )
 
     device: str = _option("auto", DEVICE, "where to run", choices=DEVICES)
+    tensor_parallel_size: int = _option(
+        1, DEVICE, "devices that run one model together, its weights and KV heads cut over them"
+    )
     attention_backend: str = _option("auto", DEVICE, "implementation of paged attention")
     warmup: str = _option(
         "lazy",
@@ -159,7 +162,8 @@ class EngineConfig:
                 raise ConfigError(
                     f"{f.name} must be one of {', '.join(map(str, choices))}; got {value!r}"
                 )
-        for name in ("block_size", "max_num_seqs", "max_loras", "max_lora_rank"):
+        counts = ("block_size", "max_num_seqs", "max_loras", "max_lora_rank")
+        for name in (*counts, "tensor_parallel_size"):
             self._require_int(name, 1)
         for name, low in (("max_model_len", 2), ("num_blocks", 2), ("max_num_batched_tokens", 1)):
             if getattr(self, name) is not None:

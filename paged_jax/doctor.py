@@ -186,6 +186,12 @@ def _jax(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             "ok", f"JAX runs on {machine.jax.backend}: {len(devices)} x {devices[0].kind}{memory}"
         )
+        if len(devices) > 1:
+            yield Finding(
+                "ok",
+                f"a model runs on one device, or over up to {len(devices)} of them with "
+                "--tensor-parallel-size",
+            )
         if machine.jax.attention:
             yield Finding("ok", f"attention back end {machine.jax.attention}")
 

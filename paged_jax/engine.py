@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, get_args
 
-import jax
 import numpy as np
 from flax import linen, nnx
 
@@ -34,7 +33,7 @@ from paged_jax.compile_cache import use_compile_cache
 from paged_jax.compile_log import CompileCounter
 from paged_jax.compiling import Compiling
 from paged_jax.config import EngineConfig, config_of
-from paged_jax.configured_model import configured_model, own_params
+from paged_jax.configured_model import configured_model, own_params, with_own_params
 from paged_jax.engine_stats import EngineCounters, EngineStats, make_stats
 from paged_jax.errors import ConfigError, ModelLoadError, RequestError
 from paged_jax.generation_config import read_generation_config, sampling_defaults
@@ -49,7 +48,6 @@ from paged_jax.models import (
     from_function,
     from_linen,
     from_nnx,
-    load_model,
 )
 from paged_jax.plan import choose_dtype, make_plan, size_runner
 from paged_jax.progress import ConsoleProgress, Progress
@@ -59,6 +57,7 @@ from paged_jax.salts import resalted, salt_of
 from paged_jax.sampling import Logprobs
 from paged_jax.sharding import choose_device
 from paged_jax.steering import SteeringVectors, check_steering, digest_of
+from paged_jax.tensor_parallel import choose_mesh, load_on_devices
 from paged_jax.tokenizer import Tokenizer, load_tokenizer
 from scheduler import (
     ORDER_POLICIES,
@@ -169,11 +168,11 @@ class Engine:
         progress = progress or ConsoleProgress()
         compile_counter = CompileCounter()
 
-        device = choose_device(config.device)
+        mesh = choose_mesh(model, config)
         model = configured_model(model, config)
-        plan = make_plan(model, config, device)
+        plan = make_plan(model, config, mesh)
         self.max_num_batched_tokens = plan.max_num_batched_tokens
-        self.runner = size_runner(model, plan, config, device, progress)
+        self.runner = size_runner(model, plan, config, mesh, progress)
         self._compiling = Compiling(self.runner, compile_counter, progress)
         self.step_clock = self._compiling.clock
         scheduler_config = plan.scheduler_config(config, self.runner)
@@ -235,14 +234,13 @@ class Engine:
         progress = progress or ConsoleProgress()
         files = resolve_model(config.model, progress=progress)
         use_compile_cache(config.compilation_cache_dir)
-        device = choose_device(config.device)
-        with jax.default_device(device):
-            served = load_model(
-                files.directory,
-                dtype=choose_dtype(config, device),
-                max_model_len=config.max_model_len,
-                progress=progress,
-            )
+        served = load_on_devices(
+            files.directory,
+            config,
+            dtype=choose_dtype(config, choose_device(config.device)),
+            max_model_len=config.max_model_len,
+            progress=progress,
+        )
         tokenizer = None if config.skip_tokenizer_init else load_tokenizer(files.directory)
         generation = read_generation_config(files.directory)
         eos = generation.eos_token_ids | (tokenizer.eos_token_ids if tokenizer else frozenset())
@@ -283,7 +281,7 @@ class Engine:
             uses_positions=uses_positions,
         )
         return cls(
-            model._replace(params=own_params(model.params, config)),
+            with_own_params(model, config),
             config,
             tokenizer=tokenizer,
             eos_token_ids=eos_token_ids,
@@ -772,9 +770,8 @@ class Engine:
         """
         if not Path(directory).is_dir():
             raise ModelLoadError(f"{directory} is no folder on this machine")
-        device = choose_device(self.config.device)
-        with jax.default_device(device):
-            return load_model(directory, dtype=choose_dtype(self.config, device)).params
+        dtype = choose_dtype(self.config, choose_device(self.config.device))
+        return load_on_devices(directory, self.config, dtype=dtype).params
 
     def sleep(self, *, weights: Weights = "keep", drain: Drain = "abort") -> None:
         """Give the device's memory back while it is needed for something else: the KV cache, and

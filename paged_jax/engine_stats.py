@@ -20,7 +20,8 @@ class EngineStats:
     device's blocks are those of the layers with full attention, where there are some: they are
     what runs out; layers with a sliding window have few of their own.
     `num_swaps` counts sequences, `num_swap_outs`, `num_swap_ins` and `num_copies` blocks.
-    `params_number` counts the updates of the weights; the bytes are those on the device now.
+    `params_number` counts the updates of the weights; the bytes are those on each
+    device now.
     `steps_by_size` says how many steps computed at most that many tokens.
     """
 

@@ -1,14 +1,24 @@
-"""Which layers share a block group, and how large each group's pool is."""
+"""Which layers share a block group, how large each group's pool is, and where its arrays lie."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from paged_jax.attention import LayerSpec
-from pallas_kernels import KVSpec
+from pallas_kernels import KV_HEADS, Backend, KVPool, KVSpec
 
-__all__ = ["BlockGroup", "group_layers", "group_num_blocks", "kv_spec"]
+__all__ = [
+    "BlockGroup",
+    "group_layers",
+    "group_num_blocks",
+    "init_pool",
+    "kv_spec",
+    "pool_shapes",
+    "values_shardings",
+]
 
 
 @dataclass(frozen=True)
@@ -73,3 +83,38 @@ def group_num_blocks(
         return min(num_blocks, seen + -(-max_num_batched_tokens // block_size) + 1)
 
     return tuple(needed(group.window) for group in groups)
+
+
+def pool_shapes(backend: Backend, spec: KVSpec, mesh: Mesh) -> KVPool:
+    """The arrays of a pool over a mesh, as shapes with shardings. `spec` is of one device's part:
+    a back end lays out whole parts, whatever it does with the heads in one."""
+    layout = backend.layout(spec)
+
+    def whole(part: jax.ShapeDtypeStruct, partition: PartitionSpec) -> jax.ShapeDtypeStruct:
+        shape = list(part.shape)
+        shape[partition.index(KV_HEADS)] *= mesh.shape[KV_HEADS]
+        return jax.ShapeDtypeStruct(shape, part.dtype, sharding=NamedSharding(mesh, partition))
+
+    return KVPool(tuple(map(whole, layout.arrays, layout.partition_specs)), spec)
+
+
+def init_pool(backend: Backend, spec: KVSpec, mesh: Mesh) -> KVPool:
+    """An empty pool, each device's part made there."""
+    parts = []
+    for device in mesh.devices.flat:
+        with jax.default_device(device):
+            parts.append(jax.device_put(backend.init_pool(spec).arrays, device))
+    shapes = pool_shapes(backend, spec, mesh).arrays
+    arrays = (
+        jax.make_array_from_single_device_arrays(whole.shape, whole.sharding, list(of_each))
+        for whole, of_each in zip(shapes, zip(*parts, strict=True), strict=True)
+    )
+    return KVPool(tuple(arrays), spec)
+
+
+def values_shardings(pool: KVPool) -> tuple[NamedSharding, ...]:
+    """Of what `read_blocks` gives of a pool: an axis of layers stands before those of a block."""
+    return tuple(
+        NamedSharding(array.sharding.mesh, PartitionSpec(None, *array.sharding.spec))
+        for array in pool.arrays
+    )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from paged_jax.sharding import Split
 from paged_jax.weights import Path, Weight
 
 __all__ = [
@@ -21,10 +23,21 @@ __all__ = [
     "RMSNorm",
     "linear",
     "linear_paths",
+    "param_splits",
 ]
 
 FEW_ROWS = 64  # up to here the CPU multiplies faster from the left
 INIT_STDDEV = 0.02
+
+# What of a linear layer is cut over devices, and how that cuts its weight [out, in] and its bias
+# [out]. A layer whose inputs are cut gives a part of a sum on each device.
+LinearSplit = Literal["outputs", "kv_outputs", "inputs"]
+LINEAR_SPLITS: Mapping[LinearSplit | None, tuple[Split | None, Split | None]] = {
+    "outputs": (Split(0), Split(0)),
+    "kv_outputs": (Split(0, by_kv_head=True), Split(0, by_kv_head=True)),
+    "inputs": (Split(1), None),
+    None: (None, None),
+}
 
 Activation = Callable[[Array], Array]
 _tanh_gelu = partial(jax.nn.gelu, approximate=True)
@@ -90,25 +103,41 @@ def weights_first(x: Array, w: Array, dtype: DTypeLike) -> Array:
 
 
 class Linear(nnx.Module):
-    """`x[T, in] -> [T, out]` with a weight `[out, in]` and, where `bias` is set, a bias `[out]`."""
+    """`x[T, in] -> [T, out]` with a weight `[out, in]` and, where `bias` is set, a bias `[out]`.
+
+    `split` says what of it is cut where a model runs over several devices: its outputs (those of
+    keys and values go with their KV heads), its inputs, or nothing.
+    """
 
     def __init__(
-        self, in_size: int, out_size: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        bias: bool,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        split: LinearSplit | None = None,
     ) -> None:
         init = nnx.initializers.normal(INIT_STDDEV)
-        self.weight = nnx.Param(init(rngs.params(), (out_size, in_size), dtype))
-        self.bias = nnx.Param(jnp.zeros(out_size, dtype)) if bias else None
+        of_weight, of_bias = LINEAR_SPLITS[split]
+        weight = init(rngs.params(), (out_size, in_size), dtype)
+        self.weight = nnx.Param(weight, split=of_weight)
+        self.bias = nnx.Param(jnp.zeros(out_size, dtype), split=of_bias) if bias else None
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T F"]:
         return linear(x, self.weight[...], None if self.bias is None else self.bias[...])
 
 
 class Embedding(nnx.Module):
-    """A vector of `size` for each of `num` tokens."""
+    """A vector of `size` for each of `num` tokens; `split` cuts it over devices by token."""
 
-    def __init__(self, num: int, size: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, num: int, size: int, *, dtype: DTypeLike, rngs: nnx.Rngs, split: bool = True
+    ) -> None:
         init = nnx.initializers.normal(INIT_STDDEV)
-        self.weight = nnx.Param(init(rngs.params(), (num, size), dtype))
+        weight = init(rngs.params(), (num, size), dtype)
+        self.weight = nnx.Param(weight, split=Split(0) if split else None)
 
     def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T E"]:
         return jnp.take(self.weight[...], token_ids, axis=0, mode="clip")
@@ -163,9 +192,11 @@ class GatedMLP(nnx.Module):
         activation: Activation = jax.nn.silu,
     ) -> None:
         self.activation = activation
-        self.gate_proj = Linear(size, inner_size, bias=bias, dtype=dtype, rngs=rngs)
-        self.up_proj = Linear(size, inner_size, bias=bias, dtype=dtype, rngs=rngs)
-        self.down_proj = Linear(inner_size, size, bias=bias, dtype=dtype, rngs=rngs)
+        self.gate_proj, self.up_proj = (
+            Linear(size, inner_size, bias=bias, dtype=dtype, rngs=rngs, split="outputs")
+            for _ in range(2)
+        )
+        self.down_proj = Linear(inner_size, size, bias=bias, dtype=dtype, rngs=rngs, split="inputs")
 
     def __call__(self, x: Float[Array, "T E"]) -> Float[Array, "T E"]:
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
@@ -175,3 +206,10 @@ def linear_paths(module: nnx.Module) -> tuple[Path, ...]:
     """Paths of the matrices in a module that are multiplied by `linear` and by nothing else."""
     layers = (path for path, found in nnx.iter_modules(module) if isinstance(found, Linear))
     return tuple((*path, "weight") for path in layers)
+
+
+def param_splits(params: nnx.State) -> dict[Path, Split]:
+    """How a module's `nnx.Param`s are cut over devices: those made with `split=Split(...)`."""
+    flat = nnx.to_flat_state(params)
+    splits = {path: variable.get_metadata().get("split") for path, variable in flat}
+    return {path: split for path, split in splits.items() if split is not None}

@@ -6,7 +6,7 @@ what is not the token's own is set to zero; with ranks as small as they are, tha
 gathering matrices, and a batch without adapters skips both.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -76,6 +76,11 @@ class LoraWeight(Weight):
         base = self.base.replaced(leaf) if is_weight(self.base) else leaf
         return replace(self, base=base)
 
+    def placed(self, axis: int | None, put: Callable[[Any, int | None], Any]) -> Self:
+        base = self.base.placed(axis, put) if is_weight(self.base) else put(self.base, axis)
+        down, up = put(self.down, 1 if axis == 1 else None), put(self.up, 1 if axis == 0 else None)
+        return replace(self, base=base, down=down, up=up)
+
 
 def add_slots(params: Any, linears: Iterable[Path], *, num_slots: int, rank: int) -> Any:
     """The same tree with room for adapters at these matrices."""
@@ -127,8 +132,10 @@ def fill_slot(params: Any, slot: int, adapter: Adapter | None) -> Any:
             new_down, new_up = matrices[path]
             down[: len(new_down)], up[: len(new_down)] = new_down, new_up.T
         dtype = leaf.down.dtype
+        places = (leaf.down.sharding, leaf.up.sharding)
         new = _put(leaf.down, leaf.up, down.astype(dtype), up.astype(dtype), np.int32(slot * rank))
-        return replace(leaf, down=new[0], up=new[1])
+        down, up = jax.device_put(new, places)  # where they are already, unless XLA thought better
+        return replace(leaf, down=down, up=up)
 
     leaves = [filled(path, leaf) for path, leaf in tree_paths(params).items()]
     return jax.tree.structure(params, is_leaf=is_weight).unflatten(leaves)

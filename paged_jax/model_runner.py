@@ -23,15 +23,16 @@ from jax.sharding import Mesh
 
 from paged_jax.attention import PagedAttend, dense
 from paged_jax.host_blocks import PARCEL_SIZES, HostBlocks, Parcel, split_into_parcels
+from paged_jax.kv_cache import init_pool, pool_shapes, values_shardings
 from paged_jax.logit_edits import LogitEdits, add_biases, mask_tokens, no_edits
 from paged_jax.lora import Adapter, LoraWeight, fill_slot, with_adapter_ids
 from paged_jax.models import ServedModel
-from paged_jax.params import leaves_like, place
+from paged_jax.params import laid_out, leaves_like, place, spread
 from paged_jax.penalties import TokenCounts, add_tokens, count_row, penalize
 from paged_jax.sampling import Logprobs, draw, logprobs_of, sample
-from paged_jax.sharding import on_host, replicated
+from paged_jax.sharding import num_bytes_a_device, on_host, replicated, weight_sharding
 from paged_jax.taps import Steering, TappedAttend
-from paged_jax.weights import is_weight
+from paged_jax.weights import is_weight, tree_paths
 from pallas_kernels import Backend, KVPool, KVSpec, copy_blocks, read_blocks, write_blocks
 from scheduler import (
     MAX_LOGIT_BIAS,
@@ -128,9 +129,13 @@ class StepResult(NamedTuple):
 class ModelRunner:
     """Owns the device state; the engine's thread is its only caller.
 
-    `specs[g]` is the pool of block group g, `layer_slots[layer]` says where a layer lives. With
-    `swaps`, blocks can go to the host and come back. If `patient`, steps may use a larger
-    program than they need while theirs is not compiled.
+    `specs[g]` is the pool of block group g (of several devices, what each holds of it),
+    `layer_slots[layer]` says where a layer lives. With `swaps`, blocks can go to the host and come
+    back. If `patient`, steps may use a larger program than they need while theirs is not compiled.
+
+    Over a mesh, weights are cut as the model says and pools by KV head; what is small (a step's
+    inputs, hidden states, what rows remember) is whole on every device. A model of shapes can be
+    compiled, also for devices that are not there, and not run.
     """
 
     def __init__(
@@ -158,10 +163,10 @@ class ModelRunner:
         self._layer_slots = tuple(layer_slots)
         self._table_width = table_width
         self._max_num_seqs = max_num_seqs
+        self._mesh = mesh
         self._sharding = replicated(mesh)
-        self._params: Any = jax.device_put(model.params, self._sharding)
+        self._params: Any = spread(model.params, model.splits, mesh)
         self._params_like: Any = None  # shapes and shardings of parameters that were dropped
-        self._host_sharding = on_host(mesh)
         self._swaps = swaps
         self._patient = patient
         self._capture_layers = tuple(capture_layers)
@@ -183,10 +188,9 @@ class ModelRunner:
         Separate from compiling, which needs their shapes only.
         """
         self.release()
-        with jax.default_device(self._sharding.mesh.devices.flat[0]):
-            pools = tuple(self.backend.init_pool(spec) for spec in self.specs)
-            last_tokens = jnp.zeros(self._max_num_seqs + 1, jnp.int32)
-        self._state = jax.device_put(DeviceState(pools, last_tokens), self._sharding)
+        pools = tuple(init_pool(self.backend, spec, self._mesh) for spec in self.specs)
+        last_tokens = np.zeros(self._max_num_seqs + 1, np.int32)
+        self._state = DeviceState(pools, jax.device_put(last_tokens, self._sharding))
         if self._steering_layers:
             like = self._abstract_steering()
             self._steering = jax.device_put(np.zeros(like.shape, like.dtype), self._sharding)
@@ -204,20 +208,17 @@ class ModelRunner:
     def drop_params(self) -> None:
         """Free the parameters, but for adapters; `replace_params` brings others."""
         if self._params is not None:
-            self._params_like = jax.tree.map(self._forgotten, self._params, is_leaf=is_weight)
+            self._params_like = jax.tree.map(_forgotten, self._params, is_leaf=is_weight)
             self._params = None
-
-    def _forgotten(self, leaf: Any) -> Any:
-        if isinstance(leaf, LoraWeight):
-            return dataclasses.replace(leaf, base=self._abstract(leaf.base))
-        return self._abstract(leaf)
 
     def params_on_host(self) -> Any:
         """A copy of the parameters in host memory, for `restore_params`."""
         return jax.tree.map(np.array, self._params)
 
     def restore_params(self, params: Any) -> None:
-        self._params = jax.tree.map(lambda x: place(x, x.dtype, self._sharding), params)
+        self._params = jax.tree.map(
+            lambda x, like: place(x, x.dtype, like.sharding), params, self._params_like
+        )
 
     def check_params(self, tree: Any) -> None:
         """ModelLoadError, with everything that differs, if the tree does not fit the model."""
@@ -236,12 +237,14 @@ class ModelRunner:
         old = self._params_like if self._params is None else self._params
         new = leaves_like(tree, old)
         leaves, treedef = jax.tree.flatten(old, is_leaf=is_weight)
+        splits = [self.model.splits.get(path) for path in tree_paths(old)]
         self.drop_params()
         del old
-        for i, leaf in enumerate(new):
+        for i, (leaf, split) in enumerate(zip(new, splits, strict=True)):
             before, leaves[i] = leaves[i], None
             if is_weight(before):
-                leaves[i] = before.replaced(place(leaf, before.dtype, self._sharding))
+                matrix = place(leaf, before.dtype, weight_sharding(self._mesh, split, leaf.shape))
+                leaves[i] = laid_out(before.replaced(matrix), split, self._mesh)
             else:
                 dtype, sharding = before.dtype, before.sharding
                 del before
@@ -251,11 +254,16 @@ class ModelRunner:
 
     @property
     def num_weight_bytes(self) -> int:
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._params))
+        """Of the parameters, on each device."""
+        return sum(map(num_bytes_a_device, jax.tree.leaves(self._params)))
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        return tuple(self._mesh.devices.flat)
 
     @property
     def num_block_bytes(self) -> int:
-        """Bytes of one block in every group."""
+        """Bytes of one block in every group, on each device."""
         layouts = [self.backend.layout(spec) for spec in self.specs]
         return sum(
             layout.num_bytes // spec.num_blocks
@@ -264,7 +272,7 @@ class ModelRunner:
 
     @property
     def num_pool_bytes(self) -> int:
-        """Bytes of the KV cache, all groups together."""
+        """Bytes of the KV cache, all groups together, on each device."""
         return sum(self.backend.layout(spec).num_bytes for spec in self.specs)
 
     def num_temporary_bytes(self, program: Program) -> int:
@@ -415,9 +423,7 @@ class ModelRunner:
         )
 
     def _abstract_pools(self) -> tuple[KVPool, ...]:
-        return tuple(
-            KVPool(self._abstract(self.backend.layout(spec).arrays), spec) for spec in self.specs
-        )
+        return tuple(pool_shapes(self.backend, spec, self._mesh) for spec in self.specs)
 
     def _lower_backbone(self, decodes: int, chunk_tokens: int) -> Any:
         num_tokens = decodes + chunk_tokens
@@ -459,6 +465,7 @@ class ModelRunner:
                 layer_slots=self._layer_slots,
                 decode_rows=decodes,
                 backend=self.backend,
+                mesh=self._mesh,
             )
             params = with_adapter_ids(params, _of_tokens(step.adapter_ids, step.attn, decodes))
             taps = self._taps(attend, steering, _of_tokens(step.rows, step.attn, decodes))
@@ -470,9 +477,11 @@ class ModelRunner:
             )
             return attend.pools(), taps and taps.captured(), states
 
-        return jax.jit(backbone, donate_argnums=1).lower(
-            self._abstract(self._params),
-            self._abstract_pools(),
+        pools = self._abstract_pools()
+        outputs = (_shardings(pools), self._sharding, self._sharding)
+        return jax.jit(backbone, donate_argnums=1, out_shardings=outputs).lower(
+            _shapes(self._params),
+            pools,
             array(self._max_num_seqs + 1),
             self._abstract_steering() if self._steering_layers else None,
             step,
@@ -493,7 +502,7 @@ class ModelRunner:
     def _lower_steer(self) -> Any:
         table, scalar = self._abstract_steering(), self._abstract_array()
         vectors = self._abstract_array(*table.shape[1:], dtype=jnp.float32)
-        put = jax.jit(lambda table, row, new: table.at[row].set(new), donate_argnums=0)
+        put = self._jit(lambda table, row, new: table.at[row].set(new), donate_argnums=0)
         return put.lower(table, scalar, vectors)
 
     def _abstract_array(self, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -524,8 +533,8 @@ class ModelRunner:
             tokens = sample(self.model.logits(params, hidden[:rows]), sampling)
             return last_tokens.at[sample_rows].set(tokens), StepResult(tokens, None)
 
-        return jax.jit(sampler, donate_argnums=1).lower(
-            self._abstract(self._params),
+        return self._jit(sampler, donate_argnums=1).lower(
+            _shapes(self._params),
             self._abstract_array(self._max_num_seqs + 1),
             self._abstract_hidden(),
             self._abstract_sampling(rows),
@@ -559,8 +568,8 @@ class ModelRunner:
 
         array = self._abstract_array
         penalty = array(rows, dtype=jnp.float32)
-        return jax.jit(sampler, donate_argnums=(1, 2)).lower(
-            self._abstract(self._params),
+        return self._jit(sampler, donate_argnums=(1, 2)).lower(
+            _shapes(self._params),
             array(self._max_num_seqs + 1),
             self._abstract_counts(),
             self._abstract_hidden(),
@@ -583,8 +592,8 @@ class ModelRunner:
 
         rows, array = self._abstract_hidden(), self._abstract_array
         chunks = array(self.buckets.chunks[-1], self.model.hidden_size, dtype=rows.dtype)
-        return jax.jit(score, keep_unused=True).lower(
-            self._abstract(self._params),
+        return self._jit(score, keep_unused=True).lower(
+            _shapes(self._params),
             Hidden(rows, rows, chunks),
             array(num_tokens),
             array(num_tokens),
@@ -596,33 +605,40 @@ class ModelRunner:
 
     def _lower_count(self, num_tokens: int) -> Any:
         scalar = self._abstract_array()
-        return jax.jit(count_row, donate_argnums=0).lower(
+        return self._jit(count_row, donate_argnums=0).lower(
             self._abstract_counts(), scalar, self._abstract_array(num_tokens), scalar, scalar
         )
 
     def _lower_copy(self, group: int, num_copies: int) -> Any:
-        ids = jax.ShapeDtypeStruct((num_copies,), jnp.int32, sharding=self._sharding)
+        ids = self._abstract_array(num_copies)
         pool = self._abstract_pools()[group]
-        return jax.jit(copy_blocks, donate_argnums=0).lower(pool, ids, ids)
+        copy = jax.jit(copy_blocks, donate_argnums=0, out_shardings=_shardings(pool))
+        return copy.lower(pool, ids, ids)
 
     def _lower_swap_out(self, group: int, size: int) -> Any:
-        ids = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._sharding)
-        swap_out = jax.jit(read_blocks, out_shardings=self._host_sharding)
-        return swap_out.lower(self._abstract_pools()[group], ids)
+        pool = self._abstract_pools()[group]
+        there = tuple(map(on_host, values_shardings(pool)))
+        swap_out = jax.jit(read_blocks, out_shardings=there)
+        return swap_out.lower(pool, self._abstract_array(size))
 
     def _lower_swap_in(self, group: int, size: int) -> Any:
         pool = self._abstract_pools()[group]
-        ids = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._sharding)
-        values = jax.eval_shape(read_blocks, pool, ids)
-        on_host = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._host_sharding), values
+        ids = self._abstract_array(size)
+        here = values_shardings(pool)
+        values = tuple(
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_host(sharding))
+            for x, sharding in zip(jax.eval_shape(read_blocks, pool, ids), here, strict=True)
         )
 
         def swap_in(pool, values, ids):
-            values = jax.device_put(values, self._sharding)
-            return write_blocks(pool, ids, values)
+            return write_blocks(pool, ids, jax.device_put(values, here))
 
-        return jax.jit(swap_in, donate_argnums=0).lower(pool, on_host, ids)
+        jitted = jax.jit(swap_in, donate_argnums=0, out_shardings=_shardings(pool))
+        return jitted.lower(pool, values, ids)
+
+    def _jit(self, function: Callable, **options: Any) -> Any:
+        """One whose results are whole on every device."""
+        return jax.jit(function, out_shardings=self._sharding, **options)
 
     def _hidden_dtype(self) -> Any:
         tokens = jax.ShapeDtypeStruct((8,), jnp.int32)
@@ -815,6 +831,22 @@ def _of_tokens(by_row: jax.Array, attn: AttentionMetadata, decodes: int) -> jax.
 
 SCORE = Program("score", (SCORED_TOKENS,))
 STEER = Program("steer", ())
+
+
+def _shapes(tree: Any) -> Any:
+    """Arrays as shapes, with their shardings."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def _shardings(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def _forgotten(leaf: Any) -> Any:
+    """The shapes of a parameter; an adapter is kept."""
+    if isinstance(leaf, LoraWeight):
+        return dataclasses.replace(leaf, base=_shapes(leaf.base))
+    return _shapes(leaf)
 
 
 def _padded(hidden: jax.Array, size: int) -> jax.Array:

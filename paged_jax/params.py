@@ -1,18 +1,19 @@
 """Trees of parameters: what can be said and done about them without knowing the model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Sharding
+from jax.sharding import Mesh, Sharding
 
 from paged_jax.errors import ModelLoadError
-from paged_jax.weights import Weight, is_weight
+from paged_jax.sharding import Split, weight_sharding
+from paged_jax.weights import Path, Weight, is_weight, tree_paths
 
-__all__ = ["cast_floats", "leaves_like", "own_copy", "place"]
+__all__ = ["cast_floats", "laid_out", "leaves_like", "own_copy", "place", "spread"]
 
 MAX_NAMED = 8  # paths of one kind in a message
 
@@ -37,6 +38,35 @@ def place(leaf: Any, dtype: Any, sharding: Sharding) -> jax.Array:
     if leaf.dtype != dtype:
         leaf = leaf.astype(dtype)
     return jax.device_put(leaf, sharding, may_alias=False)
+
+
+def spread(
+    params: Any, splits: Mapping[Path, Split], mesh: Mesh, *, may_alias: bool | None = None
+) -> Any:
+    """The same tree on a mesh, its weights cut as `splits` says by path; the others are whole on
+    every device. Shapes (`jax.ShapeDtypeStruct`) get the shardings.
+
+    What lies there already is not copied, unless it may not be shared with what was given.
+    """
+    leaves = [
+        laid_out(leaf, splits.get(path), mesh, may_alias=may_alias)
+        for path, leaf in tree_paths(params).items()
+    ]
+    return jax.tree.structure(params, is_leaf=is_weight).unflatten(leaves)
+
+
+def laid_out(leaf: Any, split: Split | None, mesh: Mesh, *, may_alias: bool | None = None) -> Any:
+    """A parameter, an array or a `Weight`, on a mesh."""
+
+    def put(array: Any, axis: int | None) -> Any:
+        of_array = None if axis is None or split is None else split._replace(axis=axis)
+        sharding = weight_sharding(mesh, of_array, np.shape(array))
+        if isinstance(array, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+        return jax.device_put(array, sharding, may_alias=may_alias)
+
+    axis = None if split is None else split.axis
+    return leaf.placed(axis, put) if is_weight(leaf) else put(leaf, axis)
 
 
 def leaves_like(tree: Any, like: Any) -> list[Any]:

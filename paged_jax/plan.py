@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from paged_jax.attention import discover_layers
+from paged_jax.attention import LayerSpec, discover_layers
 from paged_jax.config import EngineConfig
 from paged_jax.errors import ConfigError
 from paged_jax.kv_cache import BlockGroup, group_layers, group_num_blocks, kv_spec
@@ -14,7 +15,7 @@ from paged_jax.kv_memory import measure_memory, num_host_blocks, uses_host
 from paged_jax.model_runner import ModelRunner
 from paged_jax.models import ServedModel
 from paged_jax.progress import Progress
-from paged_jax.sharding import make_mesh
+from paged_jax.tensor_parallel import describe_mesh, layers_a_device
 from pallas_kernels import Backend, KVSpec, choose_backend
 from scheduler import Buckets, SchedulerConfig, make_buckets
 
@@ -28,10 +29,12 @@ MAX_NUM_CHUNKS = 8  # prompts that a step can prefill at once
 
 @dataclass(frozen=True)
 class Plan:
-    """Every size but the number of blocks, which the memory decides."""
+    """Every size but the number of blocks, which the memory decides. Layers and groups are what
+    each device holds of them."""
 
     max_model_len: int
     max_num_batched_tokens: int
+    layers: tuple[LayerSpec, ...]
     groups: tuple[BlockGroup, ...]
     layer_slots: tuple[tuple[int, int], ...]
     kv_dtype: jnp.dtype | None  # None: each group's own
@@ -84,8 +87,9 @@ def choose_dtype(config: EngineConfig, device: jax.Device) -> str:
     return "float32" if device.platform == "cpu" else "bfloat16"
 
 
-def make_plan(model: ServedModel, config: EngineConfig, device: jax.Device) -> Plan:
+def make_plan(model: ServedModel, config: EngineConfig, mesh: Mesh) -> Plan:
     """Raises ConfigError where the configuration asks for more than the model can do."""
+    device = mesh.devices.flat[0]
     max_model_len = config.max_model_len or model.max_position or DEFAULT_MODEL_LEN
     if model.max_position is not None and max_model_len > model.max_position:
         raise ConfigError(
@@ -96,10 +100,12 @@ def make_plan(model: ServedModel, config: EngineConfig, device: jax.Device) -> P
         DEFAULT_BATCHED_TOKENS.get(device.platform, ACCELERATOR_BATCHED_TOKENS),
     )
     layers = discover_layers(model.apply, model.params, model.num_layers)
+    layers = layers_a_device(layers, mesh)
     groups, layer_slots = group_layers(layers, max_model_len)
     return Plan(
         max_model_len=max_model_len,
         max_num_batched_tokens=batched,
+        layers=layers,
         groups=groups,
         layer_slots=layer_slots,
         kv_dtype=_kv_dtype(config, device),
@@ -119,36 +125,40 @@ def size_runner(
     model: ServedModel,
     plan: Plan,
     config: EngineConfig,
-    device: jax.Device,
+    mesh: Mesh,
     progress: Progress,
 ) -> ModelRunner:
     """A runner with as many blocks as configured, or as the memory allows; says the sum."""
+    for line in describe_mesh(model, plan.layers, mesh):
+        progress.say(line)
     most = config.max_num_seqs * plan.table_width + 1
     specs = plan.specs(config, config.num_blocks or most)
-    backend, reason = choose_backend(config.attention_backend, device.device_kind, specs)
+    backend, reason = choose_backend(
+        config.attention_backend, mesh.devices.flat[0].device_kind, specs
+    )
     progress.say(f"attention back end {reason}")
-    runner = _make_runner(model, plan, config, device, backend, specs)
+    runner = _make_runner(model, plan, config, mesh, backend, specs)
     if config.num_blocks is not None:
         return runner
-    memory = measure_memory(runner, config, device)
+    memory = measure_memory(runner, config)
     num_blocks = memory.num_blocks(most)
     progress.say(memory.describe(num_blocks, config.block_size))
     if num_blocks == most:
         return runner
-    return _make_runner(model, plan, config, device, backend, plan.specs(config, num_blocks))
+    return _make_runner(model, plan, config, mesh, backend, plan.specs(config, num_blocks))
 
 
 def _make_runner(
     model: ServedModel,
     plan: Plan,
     config: EngineConfig,
-    device: jax.Device,
+    mesh: Mesh,
     backend: Backend,
     specs: Sequence[KVSpec],
 ) -> ModelRunner:
     return ModelRunner(
         model,
-        mesh=make_mesh(device),
+        mesh=mesh,
         backend=backend,
         layer_slots=plan.layer_slots,
         specs=specs,

@@ -10,8 +10,8 @@ as they are.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Self, get_args
 
@@ -73,6 +73,11 @@ class QuantizedWeight(Weight):
     def replaced(self, leaf: Any) -> Self:
         other = quantize(jnp.asarray(leaf, self.dtype), self.scheme)
         return type(self)(other.values, other.scales, self.scheme, self.float_dtype)
+
+    def placed(self, axis: int | None, put: Callable[[Any, int | None], Any]) -> Self:
+        has_groups = self.scales.shape[1] > 1
+        of_scales = axis if axis == 0 or has_groups else None
+        return replace(self, values=put(self.values, axis), scales=put(self.scales, of_scales))
 
     def _integers(self, dtype: DTypeLike) -> Float[Array, "F E"]:
         if self.scheme != "int4":

@@ -2,6 +2,7 @@
 parameters, and know how to multiply. `paged_jax.layers.linear` asks them to."""
 
 import abc
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -33,6 +34,11 @@ class Weight(abc.ABC):
     @abc.abstractmethod
     def replaced(self, leaf: Any) -> Self:
         """The same form of other values, given as one array `[out, in]`."""
+
+    @abc.abstractmethod
+    def placed(self, axis: int | None, put: Callable[[Any, int | None], Any]) -> Self:
+        """The same of arrays that `put(array, axis)` has put onto devices. Each comes with its own
+        axis to cut if the matrix is cut along `axis`, or with None if it stays whole."""
 
     def __getitem__(self, index: Any) -> Self:
         """Flax reads a parameter as `param[...]`."""

@@ -57,12 +57,17 @@ def why_no_tpu_compiler() -> str | None:
     return None
 
 
-def tpu_device(chip: str) -> jax.Device:
-    """A device of that kind to compile for; `chip` is a key of `TPU_TOPOLOGIES`."""
+def tpu_devices(chip: str) -> tuple[jax.Device, ...]:
+    """The four of a host of that kind, to compile for; `chip` is a key of `TPU_TOPOLOGIES`."""
     for name, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TPU_TOPOLOGIES[chip])
-    return topology.devices[0]
+    return tuple(topology.devices)
+
+
+def tpu_device(chip: str) -> jax.Device:
+    """One of them."""
+    return tpu_devices(chip)[0]
 
 
 def compile_for(device: jax.Device, function: Callable, *args: Any, **jit_options) -> Compiled:

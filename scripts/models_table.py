@@ -29,8 +29,9 @@ AFTER = """
 - **paged parity**: tiny random models of the family with which `tests/test_families.py` gets the
   logits of transformers 5.24 in float32 (within 2e-4), and the same greedy tokens from the engine
   in chunks of 8 tokens, after preemption, and from the prefix cache.
-- **tensor parallel**: the engine runs a model on one device so far. `load_model(sharding=...)` puts
-  weights of every family onto a mesh.
+- **tensor parallel**: the same models with their weights and KV heads cut over 2 simulated devices,
+  in `tests/test_tensor_parallel.py`: the same greedy tokens, also after preemption
+  ([tensor_parallel.md](tensor_parallel.md)).
 
 What to know:
 
@@ -62,7 +63,7 @@ def page() -> str:
         kinds = [*FILES.items(), ("llama", MIXTRAL)]
         files = [key for key, value in kinds if value.architecture == name]
         tested = goldens[NESTED.get(name, name)]
-        rows.append(f"| {name} | yes | {', '.join(files) or '–'} | {', '.join(tested)} | – |\n")
+        rows.append(f"| {name} | yes | {', '.join(files) or '–'} | {', '.join(tested)} | yes |\n")
     return BEFORE + "".join(rows) + AFTER
 
 

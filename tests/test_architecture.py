@@ -64,6 +64,7 @@ FLOORS = (
     {
         "model_runner",
         "plan",
+        "tensor_parallel",
         "adapters",
         "captures",
         "compiling",

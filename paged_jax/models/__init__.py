@@ -2,7 +2,7 @@
 
 from paged_jax.models.attention_fn import AttentionFn, from_attention_fn
 from paged_jax.models.cached import from_cached
-from paged_jax.models.loading import load_model, named_params
+from paged_jax.models.loading import describe_model, load_model, named_params
 from paged_jax.models.registry import FAMILIES, Family, find_family
 from paged_jax.models.served import (
     Apply,
@@ -22,6 +22,7 @@ __all__ = [
     "Family",
     "Logits",
     "ServedModel",
+    "describe_model",
     "find_family",
     "from_attention_fn",
     "from_cached",

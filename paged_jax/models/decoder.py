@@ -1,5 +1,7 @@
 """Decoders of the Llama lineage: one skeleton, and three ways to put norms around its parts."""
 
+from functools import partial
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -29,7 +31,8 @@ class Decoder(nnx.Module):
         )
         self.norm = _norm(config, dtype)
         tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Linear(E, V, bias=False, dtype=dtype, rngs=rngs)
+        head = partial(Linear, E, V, bias=False, dtype=dtype, rngs=rngs, split="outputs")
+        self.lm_head = None if tied else head()
 
     def __call__(
         self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], attend: Attend
@@ -127,11 +130,12 @@ class Attention(nnx.Module):
         self.attention = attention
         self.rope, self.window = config.layers[index].rope, config.layers[index].window
         E, D = config.hidden_size, attention.head_size
-        H, K, bias = attention.num_heads, attention.num_kv_heads, attention.bias
-        self.q_proj = Linear(E, H * D, bias=bias, dtype=dtype, rngs=rngs)
-        self.k_proj = Linear(E, K * D, bias=bias, dtype=dtype, rngs=rngs)
-        self.v_proj = Linear(E, K * D, bias=bias, dtype=dtype, rngs=rngs)
-        self.o_proj = Linear(H * D, E, bias=attention.out_bias, dtype=dtype, rngs=rngs)
+        H, K = attention.num_heads, attention.num_kv_heads
+        layer = partial(Linear, dtype=dtype, rngs=rngs)
+        self.q_proj = layer(E, H * D, bias=attention.bias, split="outputs")
+        self.k_proj = layer(E, K * D, bias=attention.bias, split="kv_outputs")
+        self.v_proj = layer(E, K * D, bias=attention.bias, split="kv_outputs")
+        self.o_proj = layer(H * D, E, bias=attention.out_bias, split="inputs")
         sizes = {"none": (0, 0), "head": (D, D), "projection": (H * D, K * D)}[attention.norm]
         self.q_norm, self.k_norm = (_norm(config, dtype, size) if size else None for size in sizes)
         self.sinks = nnx.Param(jnp.zeros(H, dtype)) if attention.sinks else None

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from paged_jax.layers import ACTIVATIONS, INIT_STDDEV, linear
 from paged_jax.models.decoder_config import ExpertsConfig
+from paged_jax.sharding import Split
 
 __all__ = ["SparseMLP"]
 
@@ -64,7 +65,11 @@ def choose(
 
 
 class Experts(nnx.Module):
-    """Gated MLPs of one size, their weights stacked `[experts, out, in]`."""
+    """Gated MLPs of one size, their weights stacked `[experts, out, in]`.
+
+    Over several devices each of them is cut by its inner size, so that every device has an equal
+    part of whichever expert a token takes.
+    """
 
     def __init__(
         self, size: int, config: ExpertsConfig, *, dtype: DTypeLike, rngs: nnx.Rngs
@@ -72,12 +77,12 @@ class Experts(nnx.Module):
         self.config = config
         X, E, F = config.num_experts, size, config.inner_size
         init = nnx.initializers.normal(INIT_STDDEV)
-        self.gate_proj = nnx.Param(init(rngs.params(), (X, F, E), dtype))
-        self.up_proj = nnx.Param(init(rngs.params(), (X, F, E), dtype))
-        self.down_proj = nnx.Param(init(rngs.params(), (X, E, F), dtype))
+        self.gate_proj = nnx.Param(init(rngs.params(), (X, F, E), dtype), split=Split(1))
+        self.up_proj = nnx.Param(init(rngs.params(), (X, F, E), dtype), split=Split(1))
+        self.down_proj = nnx.Param(init(rngs.params(), (X, E, F), dtype), split=Split(2))
         biased = config.bias
-        self.gate_bias = nnx.Param(jnp.zeros((X, F), dtype)) if biased else None
-        self.up_bias = nnx.Param(jnp.zeros((X, F), dtype)) if biased else None
+        self.gate_bias = nnx.Param(jnp.zeros((X, F), dtype), split=Split(1)) if biased else None
+        self.up_bias = nnx.Param(jnp.zeros((X, F), dtype), split=Split(1)) if biased else None
         self.down_bias = nnx.Param(jnp.zeros((X, E), dtype)) if biased else None
 
     def __call__(

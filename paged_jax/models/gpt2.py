@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -80,13 +81,14 @@ class GPT2(nnx.Module):
         E, V = config.hidden_size, config.vocab_size
         self.config = config
         self.wte = Embedding(V, E, dtype=dtype, rngs=rngs)
-        self.wpe = Embedding(config.max_position, E, dtype=dtype, rngs=rngs)
+        self.wpe = Embedding(config.max_position, E, dtype=dtype, rngs=rngs, split=False)
         self.h = nnx.List(
             [Block(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)]
         )
         self.ln_f = LayerNorm(E, eps=config.norm_eps, dtype=dtype)
         tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Linear(E, V, bias=False, dtype=dtype, rngs=rngs)
+        head = partial(Linear, E, V, bias=False, dtype=dtype, rngs=rngs, split="outputs")
+        self.lm_head = None if tied else head()
 
     def __call__(
         self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], attend: Attend
@@ -113,12 +115,14 @@ class Block(nnx.Module):
         self.scale = config.scales[index]
         self.activation = ACTIVATIONS[config.activation]
         self.ln_1 = LayerNorm(E, eps=eps, dtype=dtype)
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            Linear(E, E, bias=True, dtype=dtype, rngs=rngs) for _ in range(4)
-        )
+        layer = partial(Linear, bias=True, dtype=dtype, rngs=rngs)
+        self.q_proj = layer(E, E, split="outputs")
+        self.k_proj = layer(E, E, split="kv_outputs")
+        self.v_proj = layer(E, E, split="kv_outputs")
+        self.o_proj = layer(E, E, split="inputs")
         self.ln_2 = LayerNorm(E, eps=eps, dtype=dtype)
-        self.up_proj = Linear(E, F, bias=True, dtype=dtype, rngs=rngs)
-        self.down_proj = Linear(F, E, bias=True, dtype=dtype, rngs=rngs)
+        self.up_proj = layer(E, F, split="outputs")
+        self.down_proj = layer(F, E, split="inputs")
 
     def __call__(self, x: Float[Array, "T E"], attend: Attend) -> Float[Array, "T E"]:
         normed = self.ln_1(x)

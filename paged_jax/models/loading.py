@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,14 @@ from jax.typing import DTypeLike
 from paged_jax.checkpoint.hf import Checkpoint, open_checkpoint, read_config
 from paged_jax.checkpoint.orbax import has_params, restore_params
 from paged_jax.errors import ConfigError
-from paged_jax.layers import linear_paths
+from paged_jax.layers import linear_paths, param_splits
 from paged_jax.models.fit import check_tensors
 from paged_jax.models.registry import Family, find_family
 from paged_jax.models.served import ServedModel, serve_split
 from paged_jax.models.sources import Index, Path, Source
 from paged_jax.progress import Progress, SilentProgress
 
-__all__ = ["load_model", "named_params"]
+__all__ = ["describe_model", "load_model", "named_params"]
 
 PARAM_DTYPES = ("float32", "bfloat16", "float16")
 COPY_ITEMS = 1 << 22  # at a time
@@ -53,10 +53,32 @@ def load_model(
     supported, and, all in one message, tensors that are missing, unexpected or unlike config.json;
     ConfigError for another dtype.
     """
+    directory = FilePath(directory)
+    opened = _open(directory, dtype, max_model_len)
+    model = opened.model
+    shapes = traverse_util.flatten_dict(model.params)
+    read = _restore if has_params(directory) else partial(_read, opened.family, opened.config)
+    params = read(directory, shapes, sharding, progress or SilentProgress())
+    return model._replace(params=traverse_util.unflatten_dict(params))
+
+
+def describe_model(
+    directory: FilePath | str, *, dtype: DTypeLike, max_model_len: int | None = None
+) -> ServedModel:
+    """What `load_model` would give, with shapes (`jax.ShapeDtypeStruct`) for parameters."""
+    return _open(FilePath(directory), dtype, max_model_len).model
+
+
+class _Opened(NamedTuple):
+    family: Family
+    config: Any
+    model: ServedModel  # of shapes
+
+
+def _open(directory: FilePath, dtype: DTypeLike, max_model_len: int | None) -> _Opened:
     param_dtype = jnp.dtype(dtype)
     if param_dtype.name not in PARAM_DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(PARAM_DTYPES)}; got {dtype!r}")
-    directory = FilePath(directory)
     raw = read_config(directory)
     family = find_family(raw)
     config = family.parse(raw)
@@ -66,18 +88,18 @@ def load_model(
     module = nnx.eval_shape(lambda: family.build(config, param_dtype, nnx.Rngs(0)))
     graphdef, abstract, rest = nnx.split(module, nnx.Param, ...)
     shapes = {path: variable.get_value() for path, variable in nnx.to_flat_state(abstract)}
-    read = _restore if has_params(directory) else partial(_read, family, config)
-    params = read(directory, shapes, sharding, progress or SilentProgress())
     apply, logits = serve_split(graphdef, rest)
-    return ServedModel(
+    model = ServedModel(
         apply,
         logits,
-        traverse_util.unflatten_dict(params),
+        traverse_util.unflatten_dict(shapes),
         config.vocab_size,
         config.hidden_size,
         config.max_position,
         linears=linear_paths(module),
+        splits=param_splits(abstract),
     )
+    return _Opened(family, config, model)
 
 
 def named_params(params: Mapping[str, Any]) -> dict[str, jax.Array]:

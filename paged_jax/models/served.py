@@ -1,6 +1,7 @@
 """A model as the engine sees it: two functions of a plain pytree of parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from paged_jax.attention import Attend, dense
 from paged_jax.errors import ModelLoadError
-from paged_jax.layers import linear_paths
+from paged_jax.layers import linear_paths, param_splits
 from paged_jax.quantization import quantize_params
+from paged_jax.sharding import Split
 from paged_jax.taps import add_taps
 from paged_jax.weights import Path, is_weight, tree_paths
 
@@ -44,6 +46,7 @@ class ServedModel(NamedTuple):
     max_position: int | None = None  # the longest context it was made for; None: unknown
     num_layers: int | None = None  # only scanned models say it: see discover_layers
     linears: tuple[Path, ...] = ()  # matrices that `layers.linear` multiplies, and nothing else
+    splits: Mapping[Path, Split] = MappingProxyType({})  # how weights are cut over devices
 
 
 def from_function(
@@ -81,7 +84,8 @@ def from_nnx(
     """Serve a Flax NNX module with `__call__(token_ids, positions, attend)` and `logits(hidden)`.
 
     `params` is the nested dict of its `nnx.Param`s; other state is kept as it is now. What is
-    served is in evaluation mode; the module itself is left as it is.
+    served is in evaluation mode; the module itself is left as it is. Parameters with a
+    `split=Split(axis)` are cut where the model runs over several devices.
     """
     served = nnx.clone(module)
     served.eval()
@@ -89,7 +93,7 @@ def from_nnx(
     apply, logits = serve_split(graphdef, rest)
     pure = nnx.to_pure_dict(params)
     model = _measured(apply, logits, pure, max_position, num_layers, uses_positions)
-    return model._replace(linears=linear_paths(served))
+    return model._replace(linears=linear_paths(served), splits=param_splits(params))
 
 
 def from_linen(
