@@ -17,7 +17,7 @@ from paged_jax.errors import ModelLoadError, RequestError
 __all__ = ["ChatTemplate"]
 
 Message = Mapping[str, Any]
-RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+RESERVED = ("messages", "tools", "add_generation_prompt")
 END_MARK = "\u2063END-OF-CONTENT\u2063"  # invisible separators: no template and no user writes it
 
 
@@ -64,10 +64,17 @@ class ChatTemplate:
     """Turns messages into the text that the model was trained on.
 
     Raises ModelLoadError if `source` is no template. `bos_token` and `eos_token` are what it may
-    write under those names.
+    write under those names, `special_tokens` more of the kind (`pad_token`, `unk_token`, ...).
     """
 
-    def __init__(self, source: str, *, bos_token: str | None = None, eos_token: str | None = None):
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ):
         self.source = source
         environment = _environment()
         try:
@@ -81,7 +88,11 @@ class ChatTemplate:
             raise ModelLoadError(
                 f"the chat template cannot be read{where}: {error}; give another one"
             ) from error
-        self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
+        self._tokens = {
+            **(special_tokens or {}),
+            "bos_token": bos_token or "",
+            "eos_token": eos_token or "",
+        }
 
     def render(
         self,
@@ -115,7 +126,7 @@ class ChatTemplate:
         if tools and "tools" not in self.variables:
             raise RequestError("this model's chat template takes no tools", param="tools")
         for name in variables:
-            if name in RESERVED:
+            if name in RESERVED or name in self._tokens:
                 raise RequestError(
                     f"{name} cannot be given to the chat template this way",
                     param="chat_template_kwargs",

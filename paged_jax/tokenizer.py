@@ -147,6 +147,10 @@ class Tokenizer:
         return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=False)
 
 
+# What tokenizer_config.json may name, and chat templates may write.
+SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+
 def load_tokenizer(directory: Path | str, *, chat_template: str | None = None) -> Tokenizer:
     """The tokenizer in a model's folder.
 
@@ -158,7 +162,8 @@ def load_tokenizer(directory: Path | str, *, chat_template: str | None = None) -
     config = {**(read_json(directory, "special_tokens_map.json") or {}), **config}
     backend, own = _backend(directory, config)
     config = {**own, **config}
-    bos, eos = (_token_text(config.get(key)) for key in ("bos_token", "eos_token"))
+    special = {name: text for name in SPECIAL if (text := _token_text(config.get(name)))}
+    bos, eos = special.get("bos_token"), special.get("eos_token")
     sources = _template_sources(directory, config) if chat_template is None else {}
     if chat_template is not None:
         sources = {"default": chat_template}
@@ -169,7 +174,7 @@ def load_tokenizer(directory: Path | str, *, chat_template: str | None = None) -
         bos_token_id=None if bos is None else backend.token_to_id(bos),
         eos_token_ids=_eos_token_ids(directory, backend, eos),
         chat_templates={
-            name: ChatTemplate(source, bos_token=bos, eos_token=eos)
+            name: ChatTemplate(source, bos_token=bos, eos_token=eos, special_tokens=special)
             for name, source in sources.items()
         },
         add_bos=config.get("add_bos_token") is True,

@@ -78,14 +78,22 @@ def family(directory: Path, size: int) -> dict[str, Any]:
     }
 
 
+def pool_shardings(engine: Engine) -> list[str]:
+    """Of every array of the KV cache."""
+    arrays = (array for pool in engine.runner._state.pools for array in pool.arrays)
+    return [repr(array.sharding) for array in arrays]
+
+
 def everything(directory: Path, adapters: Path, size: int, **options: Any) -> dict[str, Any]:
     """Every program there is: samples that share blocks, swaps, penalties, log-probabilities,
     adapters over quantised weights, then other weights, and a night's sleep."""
     swap = {"preemption_mode": "swap", "swap_space": 1e-3, "num_blocks": 9}
     lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 2, "lora_dir": str(adapters)}
     engine = start(directory, size, quantization="int8", **swap, **lora, **options)
+    shardings = [pool_shardings(engine)]
     if engine.config.warmup == "full":
         engine.warm_up()
+    shardings.append(pool_shardings(engine))
     run = Run(engine)
     prompt = list(range(20, 43))
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3)
@@ -94,6 +102,7 @@ def everything(directory: Path, adapters: Path, size: int, **options: Any) -> di
     )
     run.add("drawn", prompt, drawn)
     run.drain()
+    shardings.append(pool_shardings(engine))
     long = SamplingParams(temperature=0.0, max_tokens=36, ignore_eos=True)
     run.add("swapped", prompt, long)
     run.add("its neighbour", prompt[::-1], long)
@@ -109,6 +118,7 @@ def everything(directory: Path, adapters: Path, size: int, **options: Any) -> di
     engine.wake()
     run.add("rested", prompt, greedy)
     run.drain()
+    shardings.append(pool_shardings(engine))
     stats = engine.stats()
     assert_idle(engine)
     engine.close()
@@ -118,6 +128,7 @@ def everything(directory: Path, adapters: Path, size: int, **options: Any) -> di
         "logprobs": [entry.logprob for entry in run.samples["adapted", 0].logprobs],
         "scores": scores,
         "programs": sorted(map(str, engine.runner.programs())),
+        "pool_shardings": shardings,
         "late_compiles": stats.late_compiles,
         "num_swap_ins": stats.num_swap_ins,
         "num_copies": stats.num_copies,

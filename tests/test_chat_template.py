@@ -50,6 +50,10 @@ def test_special_tokens_are_given():
     template = ChatTemplate("{{ bos_token }}{{ eos_token }}", bos_token="<s>", eos_token="</s>")
     assert template.render([USER]) == "<s></s>"
     assert ChatTemplate("{{ bos_token }}x").render([USER]) == "x"
+    padded = ChatTemplate("{{ pad_token }}{{ unk_token }}", special_tokens={"pad_token": "<p>"})
+    assert padded.render([USER]) == "<p>"
+    with pytest.raises(RequestError, match="pad_token cannot be given"):
+        padded.render([USER], variables={"pad_token": "x"})
 
 
 def test_loops_can_be_left():

@@ -90,6 +90,17 @@ SAME = {
     "qwen3-moe-by-num_experts": ("qwen3-moe", {"num_local_experts": ..., "num_experts": 6}),
     "mixtral-base": ("mixtral", {**OLD, "rope_theta": ...}),
     "smollm3-by-interval": ("smollm3", {**OLD, "no_rope_layers": ...}),
+    "smollm3-by-a-longer-list": ("smollm3", {"no_rope_layers": [1, 1, 1, 0, 1, 1, 1, 0]}),
+    "gpt2-by-the-names-of-others": (
+        "gpt2",
+        {
+            **dict.fromkeys(("n_embd", "n_head", "n_layer", "n_positions"), ...),
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 3,
+            "max_position_embeddings": 512,
+        },
+    ),
     "gpt-oss-by-itself": ("gpt-oss", {**OLD, "rope_scaling": None}),
     "gpt-oss-scaling": (
         "gpt-oss",

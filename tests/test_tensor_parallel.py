@@ -37,7 +37,7 @@ UNLIKE = ("gemma2", "gpt-oss", "gpt2", "llama", "mixtral", "olmo2", "qwen3")
 ALIKE = sorted({path.name for path in GOLDENS.iterdir()} - {*UNLIKE})
 # The processes of this machine may be stopped for a while; XLA would take that for a deadlock.
 XLA_FLAGS = (
-    "--xla_force_host_platform_device_count=4 "
+    "--xla_force_host_platform_device_count=8 "
     "--xla_cpu_collective_call_terminate_timeout_seconds=3600"
 )
 
@@ -125,6 +125,15 @@ def test_everything_else_is_as_on_one_device(runs):
     np.testing.assert_allclose(two["scores"], one["scores"], atol=1e-4)
     assert two["late_compiles"] == 0
     assert min(two[count] for count in ("num_swap_ins", "num_copies", "prefix_hit_tokens")) > 0
+
+
+def test_a80_the_pools_keep_their_sharding_and_nothing_compiles(runs):
+    """Before warm-up, after it, after a run of more than ten steps, and after a sleep."""
+    two = runs["everything on 2"]
+    before, *after = two["pool_shardings"]
+    assert before and all("P(None, 'kv_heads'" in sharding for sharding in before)
+    assert after == [before] * 3
+    assert two["late_compiles"] == 0
 
 
 def test_logits_are_never_gathered(runs):

@@ -66,11 +66,11 @@ def test_tokenizer_config_goes_before_a_sentencepiece_file(tmp_path):
         "unigram",
         add_bos_token=False,
         eos_token="<turn>",
-        chat_template="{{ eos_token }}",
+        chat_template="{{ eos_token }}{{ unk_token }}",
     )
     tokenizer = load_tokenizer(folder)
     assert tokenizer.encode("a") == tokenizer.encode("a", add_special_tokens=False)
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}]) == "<turn>"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}]) == "<turn><unk>"
     assert tokenizer.eos_token_ids == {tokenizer.backend.token_to_id("<turn>")}
 
 

@@ -26,6 +26,14 @@ from paged_jax.models.sources import Path, Source, Tensor
 __all__ = ["GPT2", "GPT2Config", "aliases", "canonical", "source"]
 
 
+OTHER_NAMES = {  # that transformers takes as well
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class GPT2Config:
     """The sizes and switches of one model."""
@@ -44,6 +52,7 @@ class GPT2Config:
     @classmethod
     def parse(cls, config: Config) -> "GPT2Config":
         """Read a config.json. Raises ModelLoadError, naming the key, for what is not supported."""
+        config = {OTHER_NAMES.get(key, key): value for key, value in config.items()}
         only(config, "quantization_config", None)
         only(config, "add_cross_attention", False)
         hidden_size, num_heads = positive_int(config, "n_embd"), positive_int(config, "n_head")

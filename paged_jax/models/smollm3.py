@@ -41,8 +41,8 @@ def _turned(config: Config) -> list[bool]:
     if listed is None:
         interval = positive_int(config, "no_rope_layer_interval", 4)
         return [(i + 1) % interval != 0 for i in range(count)]
-    if not isinstance(listed, list) or len(listed) != count:
+    if not isinstance(listed, list) or len(listed) < count:
         raise ModelLoadError(
             f"config.json: no_rope_layers must list a 0 or 1 for each of {count} layers"
         )
-    return [bool(entry) for entry in listed]
+    return [bool(entry) for entry in listed[:count]]
