@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from paged_jax.errors import (
         ConfigError,
         EngineDeadError,
+        LateCompileError,
         ModelLoadError,
         ModelNotFoundError,
         PagedJaxError,
@@ -71,6 +72,7 @@ _HOMES = {
     "EngineDeadError": "paged_jax.errors",
     "EngineStats": "paged_jax.engine_stats",
     "LLM": "paged_jax.llm",
+    "LateCompileError": "paged_jax.errors",
     "ModelLoadError": "paged_jax.errors",
     "ModelNotFoundError": "paged_jax.errors",
     "PagedJaxError": "paged_jax.errors",
@@ -93,6 +95,7 @@ __all__ = [
     "EngineConfig",
     "EngineDeadError",
     "EngineStats",
+    "LateCompileError",
     "ModelLoadError",
     "ModelNotFoundError",
     "PagedJaxError",

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from paged_jax.compile_log import CompileCounter
+from paged_jax.errors import LateCompileError
 from paged_jax.model_runner import ModelRunner, Program
 from paged_jax.progress import Progress
 from paged_jax.step_clock import StepClock
@@ -17,16 +18,24 @@ logger = logging.getLogger(__name__)
 class Compiling:
     """Owned by the engine's thread; `clock` may be read by any.
 
-    Whatever is compiled after `all` is counted and logged as late.
+    Whatever is compiled after `all` is late: counted and logged, or refused.
     """
 
-    def __init__(self, runner: ModelRunner, counter: CompileCounter, progress: Progress):
+    def __init__(
+        self,
+        runner: ModelRunner,
+        counter: CompileCounter,
+        progress: Progress,
+        *,
+        late_compile: bool = True,
+    ):
         self.counter = counter
         self.clock = StepClock()
         self.num_late = 0
         self._runner = runner
         self._progress = progress
         self._warm = False
+        self._late_compile = late_compile
 
     def all(self, programs: Sequence[Program], wanted: Callable[[], bool]) -> None:
         """Compile these, with a progress bar. `wanted` is asked between programs; when it says no,
@@ -43,10 +52,17 @@ class Compiling:
         self._warm = True
 
     def missing(self, programs: Iterable[Program]) -> None:
-        """Compile those that are not, and say which: in service it would look like a hang."""
+        """Compile those that are not, and say which: in service it would look like a hang.
+
+        LateCompileError, before anything is compiled, if it is late and that is not wanted.
+        """
         for program in programs:
             if self._runner.is_compiled(program):
                 continue
+            if self._warm and not self._late_compile:
+                raise LateCompileError(
+                    f"late_compile=False, and the warm-up did not compile this program: {program}"
+                )
             if self._warm:
                 self.num_late += 1
                 logger.warning("compiling after warm-up: %s", program)

@@ -148,6 +148,12 @@ class EngineConfig:
         "(none); lazy makes do with a larger one until compiling pays",
         choices=WARMUPS,
     )
+    late_compile: bool = _option(
+        True,
+        DEVICE,
+        "compile in service what the warm-up left out (which it counts and logs) rather than stop "
+        "with an error; --no-late-compile needs --warmup full",
+    )
     compilation_cache_dir: str | None = _option(
         None, DEVICE, "where compiled programs are kept (default: in the user's cache)"
     )
@@ -182,6 +188,11 @@ class EngineConfig:
             raise ConfigError("kv_offload keeps cached prefixes: it needs enable_prefix_caching")
         for name in ("capture_layers", "steering_layers"):
             self._require_layers(name)
+        if not self.late_compile and self.warmup != "full":
+            raise ConfigError(
+                f"late_compile=False needs warmup='full', got {self.warmup!r}: otherwise programs "
+                "are compiled when they are first needed"
+            )
         if self.lora_dir is not None and not self.enable_lora:
             raise ConfigError("lora_dir holds LoRA adapters: it needs enable_lora")
         if not 0.0 < self.memory_utilization <= 1.0:

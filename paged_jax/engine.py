@@ -173,7 +173,9 @@ class Engine:
         plan = make_plan(model, config, mesh)
         self.max_num_batched_tokens = plan.max_num_batched_tokens
         self.runner = size_runner(model, plan, config, mesh, progress)
-        self._compiling = Compiling(self.runner, compile_counter, progress)
+        self._compiling = Compiling(
+            self.runner, compile_counter, progress, late_compile=config.late_compile
+        )
         self.step_clock = self._compiling.clock
         scheduler_config = plan.scheduler_config(config, self.runner)
         # Without an explicit length, promise no more than the pool can hold.

@@ -5,6 +5,7 @@ from scheduler import RequestError
 __all__ = [
     "ConfigError",
     "EngineDeadError",
+    "LateCompileError",
     "ModelLoadError",
     "ModelNotFoundError",
     "PagedJaxError",
@@ -26,6 +27,10 @@ class ModelNotFoundError(PagedJaxError):
 
 class ModelLoadError(PagedJaxError):
     """A model's files are damaged, incomplete or of an unsupported kind."""
+
+
+class LateCompileError(PagedJaxError):
+    """A step needs a program that the warm-up left out, and `late_compile=False`."""
 
 
 class EngineDeadError(PagedJaxError):

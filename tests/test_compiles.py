@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from paged_jax import AsyncEngine, Engine, EngineConfig, SamplingParams
+from paged_jax.errors import ConfigError, LateCompileError
 from paged_jax.model_runner import Program
 from paged_jax.models import ServedModel, from_nnx
 from paged_jax.progress import SilentProgress
@@ -198,6 +199,25 @@ def test_a_late_compile_is_counted_and_logged_with_its_size(warm, caplog):
     assert caplog.messages == [
         "compiling after warm-up: step of 1 decode rows and 0 prefill tokens"
     ]
+
+
+def test_a_late_compile_can_be_refused():
+    uniform = from_nnx(nnx_models.Uniform(50), max_position=64)
+    engine = make(uniform, 20, max_num_seqs=1, late_compile=False)
+    engine.warm_up()
+    run_all(engine, {"a": ([3, 4, 5], SamplingParams(max_tokens=4, ignore_eos=True))})
+    decode_step = Program("backbone", (1, 0))
+    del engine.runner._compiled[decode_step]
+    with pytest.raises(LateCompileError, match=r"late_compile=False.*step of 1 decode rows"):
+        run_all(engine, {"b": ([3, 4, 6], SamplingParams(max_tokens=4, ignore_eos=True))})
+    assert not engine.runner.is_compiled(decode_step)
+    engine.close()
+
+
+def test_refusing_late_compiles_needs_a_whole_warm_up():
+    with pytest.raises(ConfigError, match="late_compile=False needs warmup='full', got 'lazy'"):
+        EngineConfig(model="test", late_compile=False)
+    assert EngineConfig(model="test", late_compile=False, warmup="full").late_compile is False
 
 
 def test_warm_up_can_be_given_up(caplog):

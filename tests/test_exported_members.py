@@ -16,6 +16,7 @@ PUBLIC = [
     "EngineConfig",
     "EngineDeadError",
     "EngineStats",
+    "LateCompileError",
     "ModelLoadError",
     "ModelNotFoundError",
     "PagedJaxError",

@@ -12,7 +12,7 @@ from paged_jax.flags import add_flags, chosen
 __all__ = ["add_arguments", "run"]
 
 # Every program is compiled before a clock starts, and prompts are token ids.
-NOT_HERE = {"model", "served_model_name", "skip_tokenizer_init", "warmup"}
+NOT_HERE = {"model", "served_model_name", "skip_tokenizer_init", "warmup", "late_compile"}
 
 
 class Benchmark(NamedTuple):
