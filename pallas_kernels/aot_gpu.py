@@ -45,12 +45,15 @@ TARGETS = {
 
 
 class Assembled(NamedTuple):
-    """What the assembler says of one Mosaic kernel."""
+    """One Mosaic kernel: what was given to the assembler, and what it says."""
 
     architecture: str
     registers: int  # a thread
     spill_bytes: int  # stores and loads
     stack_bytes: int
+    # Its matrix instructions, as `m64n64k16.f32.bf16.bf16 1, 1, 0, 0`: shape and types, and behind
+    # them the signs of the operands, and whether each that lies in shared memory is transposed.
+    wgmmas: tuple[str, ...]
 
 
 def why_no_gpu_compiler() -> str | None:
@@ -92,9 +95,13 @@ def compile_for_gpu(
 
 @contextlib.contextmanager
 def _assembler_log() -> Iterator[Path]:
-    """Lets Mosaic GPU, which reads these when it compiles, write down what ptxas says."""
+    """Lets Mosaic GPU, which reads these when it compiles, write down what ptxas gets and says."""
     with tempfile.TemporaryDirectory(prefix="aot-gpu-") as folder:
-        ours = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": folder}
+        ours = {
+            "MOSAIC_GPU_DUMP_PTX": "1",
+            "MOSAIC_GPU_DUMP_PTXAS": "1",
+            "MOSAIC_GPU_DUMP_TO": folder,
+        }
         before = {name: os.environ.get(name) for name in ours}
         os.environ.update(ours)
         try:
@@ -118,7 +125,17 @@ def _read(path: Path) -> Assembled:
         registers=number(r"Used (\d+) registers"),
         spill_bytes=number(r"(\d+) bytes spill"),
         stack_bytes=number(r"(\d+) bytes stack frame"),
+        wgmmas=tuple(
+            f"{kind} {flags}"
+            for kind, flags in _WGMMA.findall(path.with_suffix(".ptx").read_text())
+        ),
     )
+
+
+# Inline assembly: `p` is the predicate that says to add, set to 1 (true) before it.
+_WGMMA = re.compile(
+    r"setp\.ne\.b32 p, 1, 0; wgmma\.mma_async\.sync\.aligned\.(\S+) .*, p, ([-01, ]+);"
+)
 
 
 def _config(chip: str) -> str:

@@ -20,6 +20,7 @@ from pallas_kernels.pool import (
     check_spec,
     zeros_pool,
 )
+from pallas_kernels.quantized_kv import decode, is_quantized, stored, stored_dtype
 from pallas_kernels.scoring import Scoring
 
 HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
@@ -27,7 +28,9 @@ HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 
 @dataclass(frozen=True)
 class GpuBackend:
-    """A block's tokens together for each KV head, keys before values: one `[L*N, K, 2, b, D]`.
+    """A block's tokens together for each KV head, keys before values: one `[L*N, K, 2, b, D]`;
+    behind it, where it holds bytes, their scales `[L*N, K, 2, b]`. Of bytes D is a multiple of 32,
+    and b of the scales at least 32, since copies go to places of 128 bytes.
 
     `interpret` holds parameters of Mosaic GPU's interpreter, to run without a GPU.
     """
@@ -45,16 +48,21 @@ class GpuBackend:
         return gpu_tuning.refusal(spec)
 
     def layout(self, spec: KVSpec) -> PoolLayout:
-        spec = check_spec(spec)
+        spec = check_spec(spec, quantized=True)
         if refusal := self.refusal(spec):
             raise ValueError(f"attention back end gpu cannot take {refusal}")
-        layers, blocks, block_size, num_kv_heads, head_size, dtype = spec
-        shape = (layers * blocks, num_kv_heads, 2, block_size, head_size)
+        pairs = (spec.num_layers * spec.num_blocks, spec.num_kv_heads, 2)
+        shape = (*pairs, spec.block_size, gpu_tuning.stored_head_size(spec))
+        array = jax.ShapeDtypeStruct(shape, stored_dtype(spec.dtype))
         partition = PartitionSpec(None, KV_HEADS, None, None, None)
-        return PoolLayout((jax.ShapeDtypeStruct(shape, dtype),), (partition,))
+        if not is_quantized(spec.dtype):
+            return PoolLayout((array,), (partition,))
+        room = max(spec.block_size, gpu_tuning.SCALE_BOX_LEN)
+        scales = jax.ShapeDtypeStruct((*pairs, room), jnp.float32)
+        return PoolLayout((array, scales), (partition, PartitionSpec(None, KV_HEADS, None, None)))
 
     def init_pool(self, spec: KVSpec) -> KVPool:
-        return zeros_pool(self.layout(spec), check_spec(spec))
+        return zeros_pool(self.layout(spec), check_spec(spec, quantized=True))
 
     def write_kv(
         self,
@@ -65,17 +73,25 @@ class GpuBackend:
         *,
         layer: Int[Array, ""],
     ) -> KVPool:
-        (array,) = pool.arrays
         block = block_in_range(pool.spec, layer, slots // pool.spec.block_size)
         offset = slots % pool.spec.block_size
-        new = jnp.stack([k, v], axis=2).astype(array.dtype)  # [T,K,2,D]
-        written = array.at[block, :, :, offset].set(new, mode="drop")
-        return KVPool((written,), pool.spec)
+        padding = gpu_tuning.stored_head_size(pool.spec) - pool.spec.head_size
+        keys, values, *scales = stored(k, v, pool.spec.dtype)
+        pairs = [jnp.pad(jnp.stack([keys, values], axis=2), ((0, 0),) * 3 + ((0, padding),))]
+        pairs += [jnp.stack(scales, axis=2)] if scales else []  # [T,K,2,D] [T,K,2]
+        arrays = tuple(
+            array.at[block, :, :, offset].set(new.astype(array.dtype), mode="drop")
+            for array, new in zip(pool.arrays, pairs, strict=True)
+        )
+        return KVPool(arrays, pool.spec)
 
     def unpack(
         self, blocks: tuple[jax.Array, ...], spec: KVSpec
     ) -> tuple[Float[Array, "M b K D"], Float[Array, "M b K D"]]:
-        (pairs,) = blocks  # [M,K,2,b,D]
+        pairs, *scales = blocks  # [M,K,2,b,D] [M,K,2,b]
+        pairs = pairs[..., : spec.head_size]
+        if scales:
+            pairs = decode(pairs, scales[0][..., : spec.block_size], spec.dtype)
         return pairs[:, :, 0].swapaxes(1, 2), pairs[:, :, 1].swapaxes(1, 2)
 
     def paged_attention(

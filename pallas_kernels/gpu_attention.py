@@ -1,11 +1,18 @@
 """From a batch to the Hopper kernel and back: tiles out of queries, one result out of splits."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import gpu_kernel, gpu_work
 from pallas_kernels.gpu_matrix_unit import Interpreted, Wgmma
-from pallas_kernels.gpu_tuning import ROW_TILE_LEN, TuningConfig, tune
+from pallas_kernels.gpu_tuning import (
+    TuningConfig,
+    stored_head_size,
+    tune_decodes,
+    tune_prefills,
+    unit_dtype,
+)
 from pallas_kernels.metadata import GroupMetadata
 from pallas_kernels.pool import KVPool
 from pallas_kernels.scoring import Scoring
@@ -26,14 +33,9 @@ def attend_decodes(
     if num_rows == 0:
         return q
     group_size = num_heads // pool.spec.num_kv_heads
-    pieces = -(-group_size // ROW_TILE_LEN)
-    config = config or tune(
-        pool.spec,
-        num_tiles=lambda _: num_rows * pieces,
-        rows=-(-group_size // pieces),
-        capacity=attn.block_tables.shape[1] * pool.spec.block_size,
-        exact=scoring.sinks is not None,
-    )
+    capacity = attn.block_tables.shape[1] * pool.spec.block_size
+    exact = _is_exact(q, pool, scoring)
+    config = config or tune_decodes(pool.spec, num_rows, group_size, capacity, exact)
     tiles = gpu_work.decode_tiles(attn, num_rows, group_size, config.rows)
     out = _attend_tiles(q, tiles, pool, attn, scoring, layer, config, interpret)  # [K,X,M,D]
     out = out.reshape(pool.spec.num_kv_heads, num_rows, -1, head_size)[:, :, :group_size]
@@ -57,13 +59,9 @@ def attend_prefills(
     decode_rows = attn.slot_mapping.shape[0] - num_tokens
     group_size = num_heads // pool.spec.num_kv_heads
     num_chunks = attn.seq_lens.shape[0] - decode_rows
-    config = config or tune(
-        pool.spec,
-        num_tiles=lambda rows: num_tokens * group_size // rows + num_chunks,
-        rows=min(num_tokens * group_size, 2 * ROW_TILE_LEN),
-        capacity=attn.block_tables.shape[1] * pool.spec.block_size,
-        exact=scoring.sinks is not None,
-    )
+    capacity = attn.block_tables.shape[1] * pool.spec.block_size
+    exact = _is_exact(q, pool, scoring)
+    config = config or tune_prefills(pool.spec, num_tokens, num_chunks, group_size, capacity, exact)
     cut = (attn, decode_rows, num_tokens, group_size, config.rows)
     tiles = gpu_work.prefill_tiles(*cut)
     out = _attend_tiles(q, tiles, pool, attn, scoring, layer, config, interpret)
@@ -84,19 +82,20 @@ def _attend_tiles(
     config: TuningConfig,
     interpret,
 ) -> Float[Array, "K X M D"]:
-    spec, (array,) = pool.spec, pool.arrays
-    if q.dtype != array.dtype:
-        raise ValueError(f"q is {q.dtype.name}, the pool {array.dtype.name}: gpu wants one dtype")
+    head_size = pool.spec.head_size
+    spec = pool.spec._replace(head_size=stored_head_size(pool.spec))
+    padding = ((0, 0),) * 2 + ((0, spec.head_size - head_size),)
+    queries = jnp.pad(q, padding).astype(unit_dtype(spec))
     ones = jnp.ones(spec.num_kv_heads, jnp.float32)
     key_scale = ones if scoring.k_scale is None else scoring.k_scale
     value_scale = ones if scoring.v_scale is None else scoring.v_scale
     scale = jnp.asarray(scoring.scale, jnp.float32)
     layer_exists = (layer >= 0) & (layer < spec.num_layers)
     first_block = jnp.where(layer_exists, layer, 0) * spec.num_blocks
-    whole = config.splits == 1 and scoring.sinks is None
+    whole = config.splits == 1 and not _is_exact(q, pool, scoring)
     out, top, total = gpu_kernel.attend(
-        gpu_work.gather_queries(q, tiles, spec.num_kv_heads),
-        array,
+        gpu_work.gather_queries(queries, tiles, spec.num_kv_heads),
+        pool.arrays,
         attn.block_tables,
         gpu_work.plan_work(tiles, attn, spec, scoring.window, config),
         jnp.stack([key_scale * scale, value_scale], axis=1),
@@ -109,11 +108,17 @@ def _attend_tiles(
         unit=Wgmma() if interpret is None else Interpreted(),
         interpret=interpret,
     )
+    out = out[..., :head_size]
     if whole:
         out = out[:, :, 0]
     else:
         out = _combine(out, top, total, tiles, scoring)
     return jnp.where(layer_exists, out, jnp.zeros((), out.dtype))
+
+
+def _is_exact(q: jax.Array, pool: KVPool, scoring: Scoring) -> bool:
+    """Whether results leave the kernel in float32, however they are split."""
+    return scoring.sinks is not None or q.dtype != unit_dtype(pool.spec)
 
 
 def _combine(

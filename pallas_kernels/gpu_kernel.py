@@ -1,9 +1,9 @@
 """Paged attention for Hopper in Mosaic GPU.
 
-A thread block computes one tile of queries against a span of its row's keys. One warpgroup copies:
-it looks up each block in the table and sends the copy engine (TMA) for it, a few tiles ahead into a
-ring of shared memory. The others compute: scores on the matrix unit (wgmma), a softmax that goes on
-from tile to tile in float32 (FlashAttention-2/3: arXiv 2307.08691, 2407.08608), then the values.
+A thread block computes one tile of queries against a span of its row's keys. One warpgroup copies
+(`gpu_copies`), a few tiles ahead, into a ring of shared memory. The others compute: scores on the
+matrix unit (wgmma), a softmax that goes on from tile to tile in float32 (FlashAttention-2/3: arXiv
+2307.08691, 2407.08608), then the values.
 """
 
 import math
@@ -15,8 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gpu_copies import Landing, Place, Ring, copy_and_widen_tiles, copy_tiles
 from pallas_kernels.gpu_matrix_unit import MatrixUnit
-from pallas_kernels.gpu_tuning import ROW_TILE_LEN, TuningConfig, swizzle_bytes
+from pallas_kernels.gpu_tuning import ROW_TILE_LEN, TuningConfig, scale_box_len, swizzle_bytes
 from pallas_kernels.gpu_work import END, FAST, FIRST, HIGHEST, LOWEST, ROW, SLOW, Work
 from pallas_kernels.pool import KVSpec
 
@@ -26,7 +27,7 @@ LOG2_E = math.log2(math.e)
 
 def attend(
     q: jax.Array,  # [K, X, M, D]
-    pool: jax.Array,  # [L*N, K, 2, b, D]
+    pool: tuple[jax.Array, ...],  # [L*N, K, 2, b, D], and scales [L*N, K, 2, b] if it holds bytes
     block_tables: jax.Array,  # [S, B]
     work: Work,
     scales: jax.Array,  # [K, 2] of scores and of values, float32
@@ -42,19 +43,23 @@ def attend(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention over each split's keys: the result `[K, X, W, M, D]`, normalised by that split's
     own sum, with the softmax's running maximum (of scores in powers of two) and sum `[K, X, W, M]`.
+    `spec.head_size` is that of the queries and of the pool's rows.
 
     Rows that see no key have 0, -1e30 and 0.
     """
     num_kv_heads, num_tiles, rows, head_size = q.shape
-    tile_len, stages, splits = config.tile_len, config.stages, config.splits
+    tile_len, ring_len, splits = config.tile_len, config.ring_len, config.splits
     box_len = min(spec.block_size, tile_len)  # tokens that one copy fetches
     boxes = tile_len // box_len
-    flat_pool = pool.reshape(-1, box_len, head_size)
-    if flat_pool.shape[0] >= 2**31:
+    numbers, *scales_of_tokens = pool
+    flat_pool = [numbers.reshape(-1, box_len, head_size)]
+    flat_pool += [a.reshape(-1, scale_box_len(spec, tile_len)) for a in scales_of_tokens]
+    if flat_pool[0].shape[0] >= 2**31:
         raise ValueError(
-            f"the pool has {flat_pool.shape[0]} pieces of a block, past the int32 range:"
+            f"the pool has {flat_pool[0].shape[0]} pieces of a block, past the int32 range:"
             " use fewer or larger blocks"
         )
+    copies = 1 if config.wide_slots else boxes  # until a slot is ready
     padded_rows = ROW_TILE_LEN * config.warpgroups
     body = partial(
         _body, spec=spec, window=window, softcap=softcap, config=config, unit=unit, rows=rows
@@ -68,25 +73,42 @@ def attend(
         grid_names=("head", "split", "tile"),
         num_threads=config.warpgroups + 1,
         thread_name="warpgroup",
-        scratch_types=dict(  # noqa: C408
+        scratch_types=dict(
             q_smem=smem((padded_rows,), q.dtype),
-            k_smem=smem((stages, tile_len), pool.dtype),
-            v_smem=smem((stages, tile_len), pool.dtype),
+            k_smem=smem((ring_len, tile_len), q.dtype),
+            v_smem=smem((ring_len, tile_len), q.dtype),
             o_smem=smem((padded_rows,), out_dtype),
             position_smem=plgpu.SMEM((padded_rows,), jnp.int32),
             stat_smem=plgpu.SMEM((2, padded_rows), jnp.float32),
             q_ready=plgpu.Barrier(num_arrivals=2),
-            k_ready=plgpu.Barrier(num_arrivals=boxes, num_barriers=stages),
-            v_ready=plgpu.Barrier(num_arrivals=boxes, num_barriers=stages),
-            used=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
+            k_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=ring_len),
+            v_ready=plgpu.Barrier(num_arrivals=copies, num_barriers=ring_len),
+            used=plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=ring_len),
             cleaned=plgpu.Barrier(num_arrivals=config.warpgroups),
+            **(_landing_smem(numbers.dtype, spec, config) if config.wide_slots else {}),
         ),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             reduction_scratch_bytes=0,  # a row lies within one warp
         ),
         interpret=interpret,
-    )(q, flat_pool, block_tables, *work, scales, first_block)
+    )(q, block_tables, *work, scales, first_block, *flat_pool)
+
+
+def _landing_smem(dtype, spec: KVSpec, config: TuningConfig) -> dict:
+    """What tiles of one byte a value need besides."""
+    stages, tile_len = config.stages, config.tile_len
+    boxes = max(tile_len // spec.block_size, 1)
+    numbers = _tiled_smem((stages, tile_len), dtype, head_size=spec.head_size)
+    scales = plgpu.SMEM((stages, boxes * scale_box_len(spec, tile_len)), jnp.float32)
+    return {
+        "narrow_k_smem": numbers,
+        "narrow_v_smem": numbers,
+        "k_scales": scales,
+        "v_scales": scales,
+        "tight_scales": plgpu.SMEM((2, tile_len), jnp.float32),
+        "landed": plgpu.Barrier(num_arrivals=4 * boxes, num_barriers=stages),
+    }
 
 
 def _tiled_smem(leading: tuple[int, ...], dtype, *, head_size: int):
@@ -99,41 +121,46 @@ def _tiled_smem(leading: tuple[int, ...], dtype, *, head_size: int):
 
 
 def _body(
-    q_ref, pool_ref, tables_ref, spans_ref, positions_ref, existing_ref, scales_ref,
-    first_block_ref,
-    o_ref, top_ref, total_ref,
-    *, q_smem, k_smem, v_smem, o_smem, position_smem, stat_smem,
+    q_ref, tables_ref, spans_ref, positions_ref, existing_ref, scales_ref, first_block_ref,
+    *pool_and_result_refs,
+    q_smem, k_smem, v_smem, o_smem, position_smem, stat_smem,
     q_ready, k_ready, v_ready, used, cleaned,
+    narrow_k_smem=None, narrow_v_smem=None, k_scales=None, v_scales=None, tight_scales=None,
+    landed=None,
     spec, window, softcap, config, unit, rows,
 ):  # fmt: skip
+    *pool_refs, o_ref, top_ref, total_ref = pool_and_result_refs
+    ring = Ring(k_smem, v_smem, k_ready, v_ready, used)
     head, split, tile = (lax.axis_index(name) for name in ("head", "split", "tile"))
     warpgroup = lax.axis_index("warpgroup")
     span = partial(_scalar, spans_ref, tile, split)
     first, end = span(FIRST), span(END)
-    row = span(ROW)
+    place = Place(span(ROW), head, first, end)
 
     @pl.when(warpgroup == config.warpgroups)
     def _copy():
         if config.warpgroups == 2:  # its share of the 64 K registers goes to the others
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(104 if config.wide_slots else 40, action="decrease")
         plgpu.copy_gmem_to_smem(positions_ref.at[tile], position_smem, q_ready)
         plgpu.copy_gmem_to_smem(q_ref.at[head, tile], q_smem.at[pl.ds(0, rows)], q_ready)
-        _copy_tiles(
-            pool_ref, tables_ref, first_block_ref, k_smem, v_smem, k_ready, v_ready, used,
-            row=row, head=head, first=first, end=end, spec=spec, config=config,
-        )  # fmt: skip
+        of_pool = (pool_refs, tables_ref, first_block_ref, ring)
+        if config.wide_slots:
+            of_scales = (k_scales, v_scales, tight_scales)
+            landing = Landing(narrow_k_smem, narrow_v_smem, *of_scales, landed)
+            copy_and_widen_tiles(*of_pool, landing, place, spec, config, unit)
+        else:
+            copy_tiles(*of_pool, place, spec, config)
 
     @pl.when(warpgroup < config.warpgroups)
     def _compute():
         if config.warpgroups == 2:
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(200 if config.wide_slots else 232, action="increase")
         mine = pl.ds(warpgroup * ROW_TILE_LEN, ROW_TILE_LEN)
         plgpu.barrier_wait(q_ready)
         position = unit.row_vector(position_smem.at[mine])
         attend_tile = partial(
-            _attend_tile, q_smem.at[mine], k_smem, v_smem, existing_ref, position,
-            k_ready=k_ready, v_ready=v_ready, used=used, cleaned=cleaned,
-            row=row, first=first, lowest=span(LOWEST), highest=span(HIGHEST),
+            _attend_tile, q_smem.at[mine], ring, existing_ref, position,
+            cleaned=cleaned, place=place, lowest=span(LOWEST), highest=span(HIGHEST),
             score_scale=scales_ref[head, 0], warpgroup=warpgroup,
             spec=spec, window=window, softcap=softcap, config=config, unit=unit,
         )  # fmt: skip
@@ -161,65 +188,23 @@ def _scalar(ref, tile, split, column):
     return ref[tile, split, column]
 
 
-def _copy_tiles(
-    pool_ref, tables_ref, first_block_ref, k_smem, v_smem, k_ready, v_ready, used,
-    *, row, head, first, end, spec, config,
-):  # fmt: skip
-    """Fills the ring's slots in turn, each as soon as all warpgroups are done with it."""
-    tile_len, table_width = config.tile_len, tables_ref.shape[1]
-    box_len = min(spec.block_size, tile_len)
-    boxes, pieces = tile_len // box_len, spec.block_size // box_len
-    first_block = first_block_ref[0]
-
-    def copy_tile(i, nothing):
-        slot = lax.rem(i - first, jnp.int32(config.stages))
-
-        @pl.when(i - first >= config.stages)
-        def _():
-            plgpu.barrier_wait(used.at[slot])
-
-        for box in range(boxes):
-            place = i * boxes + box  # among the row's boxes
-            column = jnp.minimum(lax.div(place, jnp.int32(pieces)), jnp.int32(table_width - 1))
-            block = tables_ref[row, column]
-            # An absent block's keys are masked: any block will do, the null block is always there.
-            real = (block > 0) & (block < spec.num_blocks)
-            block = jnp.where(real, block, 0) + first_block
-            piece = lax.rem(place, jnp.int32(pieces))
-            key_box = ((block * spec.num_kv_heads + head) * 2) * pieces + piece
-            at = pl.ds(box * box_len, box_len)
-            plgpu.copy_gmem_to_smem(pool_ref.at[key_box], k_smem.at[slot, at], k_ready.at[slot])
-            plgpu.copy_gmem_to_smem(
-                pool_ref.at[key_box + pieces], v_smem.at[slot, at], v_ready.at[slot]
-            )
-        return nothing
-
-    def drain(i, nothing):
-        plgpu.barrier_wait(used.at[lax.rem(i - first, jnp.int32(config.stages))])
-        return nothing
-
-    lax.fori_loop(first, end, copy_tile, ())
-    # No barrier is left half used: whoever waits must have seen all that happened.
-    lax.fori_loop(jnp.maximum(first, end - config.stages), end, drain, ())
-
-
 def _attend_tile(
-    q_smem, k_smem, v_smem, existing_ref, position, i, carry,
-    *, k_ready, v_ready, used, cleaned, row, first, lowest, highest, score_scale, warpgroup,
+    q_smem, ring, existing_ref, position, i, carry,
+    *, cleaned, place, lowest, highest, score_scale, warpgroup,
     spec, window, softcap, config, unit, masked,
 ):  # fmt: skip
     acc, top, total = carry
     tile_len = config.tile_len
-    slot = lax.rem(i - first, jnp.int32(config.stages))
-    plgpu.barrier_wait(k_ready.at[slot])
-    bits = existing_ref[row, i] if masked else None
+    slot = lax.rem(i - place.first, jnp.int32(config.ring_len))
+    plgpu.barrier_wait(ring.keys_ready.at[slot])
+    bits = existing_ref[place.row, i] if masked else None
     if masked:
-        plgpu.barrier_wait(v_ready.at[slot])
+        plgpu.barrier_wait(ring.values_ready.at[slot])
         _clean_values(
-            v_smem.at[slot], cleaned, i * tile_len, bits, lowest, highest, warpgroup,
+            ring.values.at[slot], cleaned, i * tile_len, bits, lowest, highest, warpgroup,
             spec=spec, config=config, unit=unit,
         )  # fmt: skip
-    scores = unit.scores(q_smem, k_smem.at[slot])  # [M, J]
+    scores = unit.scores(q_smem, ring.keys.at[slot])  # [M, J]
     if softcap is None:
         scores = scores * (score_scale * LOG2_E)
     else:
@@ -234,9 +219,9 @@ def _attend_tile(
     total = total * shrink + weights.sum(axis=1)
     acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [0])
     if not masked:
-        plgpu.barrier_wait(v_ready.at[slot])
-    acc = unit.add_values(acc, weights, v_smem.at[slot])
-    plgpu.barrier_arrive(used.at[slot])
+        plgpu.barrier_wait(ring.values_ready.at[slot])
+    acc = unit.add_values(acc, weights, ring.values.at[slot])
+    plgpu.barrier_arrive(ring.used.at[slot])
     return acc, new_top, total
 
 
@@ -269,7 +254,8 @@ def _clean_values(
     def _():
         @pl.when(warpgroup == 0)
         def _():
-            width = swizzle_bytes(spec.head_size, spec.dtype.itemsize) // spec.dtype.itemsize
+            itemsize = jnp.dtype(v_smem.dtype).itemsize
+            width = swizzle_bytes(spec.head_size, itemsize) // itemsize
             for rows_from in range(0, tile_len, ROW_TILE_LEN):
                 rows = pl.ds(rows_from, ROW_TILE_LEN)
                 key = unit.iota((ROW_TILE_LEN, width), 0) + rows_from

@@ -21,6 +21,28 @@ class Wgmma:
         """`[M]` in shared memory, each value with the thread that holds its row."""
         return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
+    def column_vector(self, ref) -> jax.Array:
+        """`[J]` in shared memory, each value with the threads that hold its column."""
+        return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+
+    def widen(self, bytes_ref, scales_ref, dtype: jnp.dtype, wide_ref) -> None:
+        """Numbers of one byte, `[J, D]` in shared memory, times `[J]` scales, in bfloat16."""
+        # A thread takes four bytes, which are the numbers that it writes.
+        layout = plgpu.Layout.WGMMA_UPCAST_2X
+        scales = plgpu.load(scales_ref, (), layout=layout.reduce(1), optimized=False)
+        num_columns = bytes_ref.shape[1]
+        width = min(num_columns, 128)  # at a time, for want of registers
+        for column in range(0, num_columns, width):
+            part = (slice(None), pl.ds(column, min(width, num_columns - column)))
+            narrow = plgpu.load(bytes_ref.at[part], (), layout=layout)
+            if dtype != jnp.int8:
+                narrow = lax.bitcast_convert_type(narrow, dtype)
+            # The one step that Hopper has for each; either holds all that a byte can.
+            numbers = narrow.astype(jnp.bfloat16 if dtype == jnp.int8 else jnp.float16)
+            of_rows = plgpu.layout_cast(lax.broadcast_in_dim(scales, narrow.shape, [0]), layout)
+            scaled = numbers.astype(jnp.float32) * of_rows
+            wide_ref.at[part][...] = scaled.astype(wide_ref.dtype)
+
     def fill_rows(self, value: float, num_rows: int) -> jax.Array:
         full = jnp.full((num_rows,), value, jnp.float32)
         return plgpu.layout_cast(full, plgpu.Layout.WGMMA.reduce(1))
@@ -56,6 +78,16 @@ class Interpreted:
 
     def row_vector(self, ref) -> jax.Array:
         return ref[...]
+
+    def column_vector(self, ref) -> jax.Array:
+        return ref[...]
+
+    def widen(self, bytes_ref, scales_ref, dtype: jnp.dtype, wide_ref) -> None:
+        narrow, scales = bytes_ref[...], scales_ref[...]
+        if dtype != jnp.int8:
+            narrow = lax.bitcast_convert_type(narrow, dtype)
+        scaled = narrow.astype(jnp.float32) * lax.broadcast_in_dim(scales, narrow.shape, [0])
+        wide_ref[...] = scaled.astype(wide_ref.dtype)
 
     def fill_rows(self, value: float, num_rows: int) -> jax.Array:
         return jnp.full((num_rows,), value, jnp.float32)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 MAX_INT32 = 2**31 - 1
 KV_DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")  # with scales; see `quantized_kv`
+QUANTIZED_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # with scales; see `quantized_kv`
 
 # Stands for the KV-head axis in a layout's partition specs; callers put their mesh axis there.
 KV_HEADS = "kv_heads"

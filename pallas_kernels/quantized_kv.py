@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 # XLA's CPU scatters into a float8 array by converting all of it; into bytes it does not.
-STORED_AS = {"int8": jnp.int8, "float8_e4m3fn": jnp.uint8}
+STORED_AS = {"int8": jnp.int8, "float8_e4m3fn": jnp.uint8, "float8_e5m2": jnp.uint8}
 
 
 def is_quantized(dtype: jnp.dtype) -> bool:
@@ -47,7 +47,7 @@ def encode(x: Float[Array, "T K D"], dtype: jnp.dtype) -> tuple[jax.Array, Float
     scaled = wide / jnp.where(scales > 0, scales, 1.0)[:, :, None]
     if dtype.name == "int8":
         return jnp.round(scaled).astype(jnp.int8), scales
-    return lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.uint8), scales
+    return lax.bitcast_convert_type(scaled.astype(dtype), jnp.uint8), scales
 
 
 def decode(
@@ -55,5 +55,5 @@ def decode(
 ) -> Float[Array, "... D"]:
     """What was encoded, in float32; `scales` has every axis but the last."""
     if dtype.name != "int8":
-        stored = lax.bitcast_convert_type(stored, jnp.float8_e4m3fn)
+        stored = lax.bitcast_convert_type(stored, dtype)
     return stored.astype(jnp.float32) * jnp.expand_dims(scales, -1)

@@ -25,6 +25,9 @@ os.environ.update(
     JAX_COMPILATION_CACHE_DIR=str(cache_home() / "xla-tests"),
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0.1",
     JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+    # Threads of XLA's CPU. An interpreted GPU kernel holds one for each of its warpgroups, which
+    # wait for each other: with one for each core of a small machine they would wait for ever.
+    PJRT_NPROC=str(max(os.cpu_count() or 1, 6)),
 )
 
 

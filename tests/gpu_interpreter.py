@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import jax
 import pytest
+from jax._src import core
 from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
@@ -54,6 +55,6 @@ class _Programs:
         key = (jaxpr, *jax.tree.leaves(shapes))
         with self._lock:
             if key not in self._compiled:
-                run = jax.jit(lambda consts, *args: jax.core.eval_jaxpr(jaxpr, consts, *args))
+                run = jax.jit(lambda consts, *args: core.eval_jaxpr(jaxpr, consts, *args))
                 self._compiled[key] = run.lower(consts, *args).compile()
         self._compiled[key](consts, *args)

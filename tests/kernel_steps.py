@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import KVPool, KVSpec, get_backend, paged_attention, write_kv
+from pallas_kernels.quantized_kv import decode, encode, is_quantized
 
 # The back ends that run as they are on any machine; those of kernels have tests of their own.
 PORTABLE = ("reference", "xla")
@@ -101,8 +102,11 @@ def random_sequences(shape: Shape, rows: Rows, seed: int = 0) -> list[Sequence]:
         return rng.normal(size=size).astype(np.float32).astype(jnp.dtype(shape.dtype))
 
     def stored(*size: int) -> np.ndarray:
-        """Numbers that the pool can hold."""
-        return random(*size).astype(jnp.dtype(shape.pool_dtype)).astype(jnp.dtype(shape.dtype))
+        """Numbers that the pool can hold; any where it rounds by a scale."""
+        pool_dtype = jnp.dtype(shape.pool_dtype)
+        if is_quantized(pool_dtype):
+            return random(*size)
+        return random(*size).astype(pool_dtype).astype(jnp.dtype(shape.dtype))
 
     kv = (shape.num_kv_heads, shape.head_size)
     return [
@@ -113,6 +117,14 @@ def random_sequences(shape: Shape, rows: Rows, seed: int = 0) -> list[Sequence]:
         )
         for _, query_len, seq_len in rows.placed(shape)
     ]
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Keys or values as a pool of this dtype gives them back."""
+    kind = jnp.dtype(dtype)
+    if not is_quantized(kind):
+        return x
+    return np.asarray(decode(*encode(jnp.asarray(x), kind), kind))
 
 
 def make_step(

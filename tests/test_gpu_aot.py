@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels import GpuBackend, KVPool, KVSpec, choose_backend, paged_attention, write_kv
 from pallas_kernels import gpu_attention as attention
 from pallas_kernels.aot_gpu import TARGETS, compile_for_gpu, why_no_gpu_compiler
-from pallas_kernels.gpu_tuning import TuningConfig, tune
+from pallas_kernels.gpu_tuning import TuningConfig, tune, unit_dtype
 from tests.conftest import CI
 from tests.kernel_steps import attn_shapes, shape_of
 
@@ -33,13 +33,23 @@ def spec_of(
     return KVSpec(2, 2048, block_size, num_kv_heads, head_size, jnp.dtype(dtype))
 
 
-def compile_layer(chip: str, spec: KVSpec, backend, *, decode_rows=0, chunk_tokens=0, **scoring):
+def compile_layer(
+    chip: str,
+    spec: KVSpec,
+    backend,
+    *,
+    decode_rows=0,
+    chunk_tokens=0,
+    q_dtype: str | None = None,
+    **scoring,
+):
     """One layer's write and attention, 32 heads or 4 a KV head, over a pool that is donated."""
     chunk_rows = 4 if chunk_tokens else 0
     num_heads = 4 * spec.num_kv_heads
     sinks = shape_of(num_heads, dtype="float32") if scoring.pop("sinks", False) else None
     tokens = decode_rows + chunk_tokens
     layout = backend.layout(spec)
+    dtype = q_dtype or (unit_dtype(spec).name if backend.name == "gpu" else spec.dtype.name)
 
     def step(pool, q, k, v, attn, sinks):
         pool = write_kv(pool, k, v, attn, layer=1, backend=backend)
@@ -52,9 +62,9 @@ def compile_layer(chip: str, spec: KVSpec, backend, *, decode_rows=0, chunk_toke
         chip,
         step,
         KVPool(layout.arrays, spec),
-        shape_of(tokens, num_heads, spec.head_size, dtype=spec.dtype.name),
-        shape_of(tokens, spec.num_kv_heads, spec.head_size, dtype=spec.dtype.name),
-        shape_of(tokens, spec.num_kv_heads, spec.head_size, dtype=spec.dtype.name),
+        shape_of(tokens, num_heads, spec.head_size, dtype=dtype),
+        shape_of(tokens, spec.num_kv_heads, spec.head_size, dtype=dtype),
+        shape_of(tokens, spec.num_kv_heads, spec.head_size, dtype=dtype),
         attn_shapes(decode_rows, chunk_rows, chunk_tokens, 256),
         sinks,
         donate_argnums=0,
@@ -73,16 +83,26 @@ LAYERS = {
     "prefill": (spec_of(128), {"chunk_tokens": 2048}),
     "prefill_64_all": (spec_of(64, block_size=8), {"chunk_tokens": 1024, **ALL}),
     "prefill_256": (spec_of(256, block_size=128), {"chunk_tokens": 1024}),
+    "decode_int8": (spec_of(128, dtype="int8"), {"decode_rows": 64}),
+    "prefill_e4m3_all": (
+        spec_of(64, block_size=8, dtype="float8_e4m3fn"),
+        {"chunk_tokens": 1024, **ALL},
+    ),
+    "prefill_e5m2_256_all": (
+        spec_of(256, block_size=64, dtype="float8_e5m2"),
+        {"chunk_tokens": 1024, **ALL},
+    ),
 }
 MORE_HEADS = {64: "bfloat16", 80: "bfloat16", 96: "float16", 128: "float16", 256: "bfloat16"}
 MORE_LAYERS = {
-    f"{name}_{size}_{'all' if options else 'plain'}_blocks_of_{block_size}": (
+    f"{name}_{size}_{dtype}_{'all' if options else 'plain'}_blocks_of_{block_size}": (
         spec_of(size, block_size=block_size, dtype=dtype),
         {**what, **options},
     )
     for name, what in (("decode", {"decode_rows": 16}), ("prefill", {"chunk_tokens": 512}))
-    for size, dtype in MORE_HEADS.items()
-    for block_size in (16, 256)
+    for size, own_dtype in MORE_HEADS.items()
+    for dtype, block_sizes in ((own_dtype, (16, 256)), ("int8", (16,)), ("float8_e5m2", (256,)))
+    for block_size in block_sizes
     for options in ({}, ALL)
 }
 
@@ -128,24 +148,28 @@ def test_an_illegal_tile_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="rows=72 must be a multiple of 8, 64 at most"):
         TuningConfig(72, 1, 64, 2, 1, False)
     # One that only the compiler can judge: more stages than there is shared memory.
-    monkeypatch.setattr(attention, "tune", lambda *_, **__: TuningConfig(8, 1, 64, 8, 1, False))
+    tile = TuningConfig(8, 1, 64, 8, 1, False)
+    monkeypatch.setattr(attention, "tune_decodes", lambda *_: tile)
     with pytest.raises(ValueError, match="exceeds available shared memory"):
         compile_layer("h200", spec_of(128), GpuBackend(), decode_rows=64)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("head_size", [16, 64, 80, 96, 112, 128, 256])
-def test_every_tuned_tile_fits_the_shared_memory(head_size, exact):
+def test_every_tuned_tile_fits_the_shared_memory(head_size, exact, dtype):
+    spec = spec_of(head_size, dtype=dtype)
     for rows in (1, 8, 9, 64, 65, 128):
         for tiles in (1, 16, 300):
             config = tune(
-                spec_of(head_size),
+                spec,
                 num_tiles=lambda _, tiles=tiles: tiles,
                 rows=rows,
                 capacity=4096,
                 exact=exact,
             )
-            assert config.smem_bytes(spec_of(head_size), exact) < 227 * 1024 - 2048
+            assert config.smem_bytes(spec, exact) < 227 * 1024 - 2048
+            assert (config.wide_slots > 0) == (dtype == "int8")
             assert config.rows >= min(rows, 64)
             assert config.splits == max(1, min(-(-264 // (tiles * 8)), 16))
 

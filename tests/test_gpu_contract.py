@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import gpu_attention, gpu_kernel
+from pallas_kernels import gpu_attention, gpu_copies, gpu_kernel
+from pallas_kernels.gpu_tuning import unit_dtype
 from tests import gpu_interpreter
 from tests.kernel_steps import Rows, Shape, _program, make_step, run_step
 from tests.test_kernels_contract import assert_close, expected_output
@@ -32,6 +33,7 @@ DECODE = Shape(
 PREFILL = DECODE._replace(decode_rows=0, chunk_rows=1, chunk_tokens=31, num_heads=1)
 ONE, CHUNK = Rows(decodes=(90,)), Rows(chunks=((30, 90),))
 HALF = {"dtype": "float16", "pool_dtype": "float16"}
+INT8, E4M3, E5M2 = ({"pool_dtype": dtype} for dtype in ("int8", "float8_e4m3fn", "float8_e5m2"))
 
 
 def sinks(num_heads: int) -> np.ndarray:
@@ -58,6 +60,7 @@ CASES = {
         Rows(decodes=(300,)),
         {"sinks": sinks(2)},
     ),
+    "decode_int8_two_tiles": (DECODE._replace(**INT8), ONE, {"sinks": sinks(2), "window": 50}),
     "prefill": (PREFILL, CHUNK, {}),
     "prefill_two_warpgroups": (
         PREFILL._replace(num_heads=3, chunk_tokens=30),
@@ -113,6 +116,32 @@ MORE_CASES = {
         Rows(chunks=((7, 7), (30, 90))),
         {},
     ),
+    "decode_e4m3_80_blocks_of_8": (
+        DECODE._replace(head_size=80, block_size=8, table_width=16, num_blocks=20, **E4M3),
+        ONE,
+        {"softcap": 5.0, **SCALES},
+    ),
+    "decode_e5m2_256_blocks_of_128": (
+        DECODE._replace(head_size=256, block_size=128, table_width=4, num_blocks=6, **E5M2),
+        Rows(decodes=(200,)),
+        {"sinks": sinks(2)},
+    ),
+    "decode_int8_float32_queries": (
+        DECODE._replace(pool_dtype="int8", dtype="float32", block_size=64, table_width=8),
+        Rows(decodes=(400,)),
+        {},
+    ),
+    "prefill_int8_two_warpgroups": (
+        PREFILL._replace(num_heads=3, head_size=128, block_size=32, table_width=4, **INT8),
+        CHUNK,
+        {"window": 40, **SCALES},
+    ),
+    "prefill_e4m3": (PREFILL._replace(**E4M3), CHUNK, {"sinks": sinks(1)}),
+    "prefill_e5m2_float16_queries": (
+        PREFILL._replace(pool_dtype="float8_e5m2", dtype="float16"),
+        CHUNK,
+        {"softcap": 5.0},
+    ),
     "mixed": (
         DECODE._replace(decode_rows=2, chunk_rows=2, chunk_tokens=40, num_blocks=24),
         Rows(decodes=(65,), chunks=((33, 64),)),
@@ -143,7 +172,8 @@ def run(shape: Shape, rows: Rows, *, fill: float = NAN, unused_id: int = 0, **sc
 def check_case(shape: Shape, rows: Rows, scoring) -> None:
     out, expected = run(shape, rows, **scoring)
     assert out.dtype == jnp.dtype(shape.dtype)
-    assert_close(out, expected)
+    # Queries are rounded to what the matrix unit multiplies.
+    assert_close(out.astype(unit_dtype(shape.spec)), expected)
     assert (out[np.all(expected == 0, axis=(1, 2))] == 0).all()  # padding: exactly
     assert not gpu_interpreter.found_races()
 
@@ -184,14 +214,16 @@ def test_a82_the_null_block_and_blocks_outside_the_pool_are_not_read(bad_id):
     assert_close(run_step(gpu_interpreter.NAME, DECODE, broken, layer=0).out, expected)
 
 
-VALUES = "acc = unit.add_values(acc, weights, v_smem.at[slot])"
-USED = "plgpu.barrier_arrive(used.at[slot])"
+VALUES = "acc = unit.add_values(acc, weights, ring.values.at[slot])"
+USED = "plgpu.barrier_arrive(ring.used.at[slot])"
+LANDED = "plgpu.barrier_wait(landing.landed.at[stage])"
 # What must not go wrong: what to change in the kernel's source, and by what it is noticed.
 MISTAKES = {
-    "a missing wait": ("plgpu.barrier_wait(v_ready.at[slot])", "pass", "race"),
+    "a missing wait": ("plgpu.barrier_wait(ring.values_ready.at[slot])", "pass", "race"),
     "a reused buffer": (f"{VALUES}\n    {USED}", f"{USED}\n    {VALUES}", "race"),
     "a window too wide by one": ("> position - window", ">= position - window", "result"),
-    "a wrong table row": ("tables_ref[row, column]", "tables_ref[0, column]", "result"),
+    "a wrong table row": ("tables_ref[row, jnp", "tables_ref[0, jnp", "result"),
+    "bytes that are widened before they land": (LANDED, "pass", "race"),
     "values that are not cleaned": ("part[...] = jnp.where", "_ = jnp.where", "result"),
 }
 
@@ -199,17 +231,14 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_noticed(mistake, monkeypatch):
     right, wrong, noticed_by = MISTAKES[mistake]
-    source = inspect.getsource(gpu_kernel)
-    assert right in source
-    faulty = types.ModuleType("faulty_kernel")
-    exec(source.replace(right, wrong), faulty.__dict__)
-    monkeypatch.setattr(gpu_attention, "gpu_kernel", faulty)
-    _program.cache_clear()
+    plant(monkeypatch, right, wrong)
     # A second row, whose blocks are others; four tiles where the ring of two slots must turn.
     shape = DECODE._replace(decode_rows=2, num_blocks=40)
     length, window = 90, 3 if "window" in mistake else 80
     if mistake == "a reused buffer":
         shape, length, window = shape._replace(head_size=256, table_width=16), 250, 250
+    if "widened" in mistake:
+        shape = shape._replace(**INT8)
     try:
         out, expected = run(shape, Rows(decodes=(length, 16)), window=window)
         races = gpu_interpreter.found_races()
@@ -221,3 +250,16 @@ def test_a_planted_mistake_is_noticed(mistake, monkeypatch):
     else:
         with pytest.raises(AssertionError):
             assert_close(out, expected)
+
+
+def plant(monkeypatch, right: str, wrong: str) -> None:
+    """Changes the kernel's source where it says `right`."""
+    (module,) = (m for m in (gpu_kernel, gpu_copies) if right in inspect.getsource(m))
+    faulty = types.ModuleType("faulty")
+    exec(inspect.getsource(module).replace(right, wrong), faulty.__dict__)
+    if module is gpu_kernel:
+        monkeypatch.setattr(gpu_attention, "gpu_kernel", faulty)
+    else:
+        for name in ("copy_tiles", "copy_and_widen_tiles"):
+            monkeypatch.setattr(gpu_kernel, name, getattr(faulty, name))
+    _program.cache_clear()

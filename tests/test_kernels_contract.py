@@ -1,6 +1,7 @@
 """What every attention back end owes, against attention in float64."""
 
 import itertools
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from tests.kernel_steps import (
     filled_pool,
     make_step,
     random_sequences,
+    rounded,
     run_step,
 )
 from tests.oracles import paged_attention_float64
@@ -92,13 +94,14 @@ def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
 
 
 def expected_output(shape: Shape, step: Step, **scoring) -> np.ndarray:
-    """Float64 attention for the real tokens, 0 for the others."""
+    """Float64 attention over what the pool holds for the real tokens, 0 for the others."""
     for name in ("k_scale", "v_scale"):
         if name in scoring:
             scoring[name] = np.broadcast_to(scoring[name], shape.num_kv_heads)
     out = np.zeros((shape.num_tokens, shape.num_heads, shape.head_size))
-    for tokens, sequence in step.sequences:
-        out[tokens] = paged_attention_float64(*sequence, **scoring)
+    for tokens, (q, *kv) in step.sequences:
+        keys, values = (rounded(x, shape.pool_dtype) for x in kv)
+        out[tokens] = paged_attention_float64(q, keys, values, **scoring)
     return out
 
 
@@ -171,9 +174,7 @@ def test_a11_writing_replaces_what_was_in_the_slot(backend):
         assert (a[:, 0] == 0).all() and (b[:, 0] == 1e4).all()  # the other one
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a82_a_slot_outside_the_pool_is_dropped(backend):
-    shape = Shape(num_blocks=6, block_size=4, num_layers=3, head_size=8)
+def check_slots_outside_the_pool(backend: str, shape: Shape) -> None:
     n, b = shape.num_blocks, shape.block_size
     bad = [n * b, (n + 5) * b + 1, -1, -b, -n * b, -3 * n * b, 2**31 - 1, -(2**31)]
     slots = np.array([bad], np.int32)
@@ -196,6 +197,12 @@ def test_a82_a_slot_outside_the_pool_is_dropped(backend):
         assert write(good, layer) == 0
     with pytest.raises(ValueError, match="layer 3 is outside the pool's 3 layers"):
         write_kv(pool, new, new, attn, layer=3, backend=get_backend(backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a82_a_slot_outside_the_pool_is_dropped(backend):
+    shape = Shape(num_blocks=6, block_size=4, num_layers=3, head_size=8)
+    check_slots_outside_the_pool(backend, shape)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -224,16 +231,20 @@ def test_a_row_longer_than_its_table_sees_what_the_table_has(backend):
     assert_close(out, expected_output(shape, step))
 
 
-@pytest.mark.parametrize("counts", [(2, 3, 4, 5)])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a84_ragged_lengths_in_all_orders(backend, counts):
+def check_ragged_lengths(backend: str, counts: Iterable[int], shape: Shape = SHORT) -> None:
     lengths = (1, 3, 4, 5, 8, 9)
     for count in counts:
         for seed, order in enumerate(itertools.permutations(lengths, count)):
             chunks = tuple((length, length) for length in order)
-            step = make_step(SHORT, Rows(chunks=chunks), seed=seed)
-            out = run_step(backend, SHORT, step).out
-            assert_close(out, expected_output(SHORT, step))
+            step = make_step(shape, Rows(chunks=chunks), seed=seed)
+            out = run_step(backend, shape, step).out
+            assert_close(out, expected_output(shape, step))
+
+
+@pytest.mark.parametrize("counts", [(2, 3, 4, 5)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a84_ragged_lengths_in_all_orders(backend, counts):
+    check_ragged_lengths(backend, counts)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -290,18 +301,16 @@ def test_a86_unused_slots_never_matter(backend, config):
             np.testing.assert_array_equal(out, outs[0])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a87_softcap_of_huge_scores(backend, dtype):
+def check_softcap_of_huge_scores(backend: str, shape: Shape) -> None:
     raw = np.array([1, -1, 100, -100, 4400, -4400, 1e4, -1e4], np.float32)
-    shape = Shape(decode_rows=0, head_size=8, num_heads=1, num_kv_heads=1, dtype=dtype)
     rows = Rows(chunks=((1, 8), (1, 2), (8, 8)))
     sequences = []
     for sequence in random_sequences(shape, rows):
         q, keys, values = (np.zeros_like(array) for array in sequence)
         q[..., 0] = 1
         keys[:, 0, 0] = raw[: len(keys)]
-        values[:, 0] = np.eye(8)[: len(values)]  # so that the output is the weights
+        weights = np.eye(8, shape.head_size)  # as values, so that the output is the weights
+        values[:, 0] = weights[: len(values)]
         sequences.append(Sequence(q, keys, values))
     step = make_step(shape, rows, sequences)
     options = {"softcap": 50.0, "scale": 1.0}
@@ -310,14 +319,15 @@ def test_a87_softcap_of_huge_scores(backend, dtype):
     assert_close(out, expected_output(shape, step, **options))
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [Rows(decodes=(24,)), Rows(chunks=((24, 24),)), Rows(chunks=((5, 24),))],
-    ids=["decode", "prefill", "chunk"],
-)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a88_a_window_is_the_query_and_the_keys_just_before(backend, rows):
-    shape, window = CONFIGS["window_8"][0], 8
+def test_a87_softcap_of_huge_scores(backend, dtype):
+    shape = Shape(decode_rows=0, head_size=8, num_heads=1, num_kv_heads=1, dtype=dtype)
+    check_softcap_of_huge_scores(backend, shape)
+
+
+def check_window(backend: str, rows: Rows, shape: Shape) -> None:
+    window = 8
     (sequence,) = random_sequences(shape, rows)
 
     def last_output(distance: int | None) -> np.ndarray:
@@ -333,12 +343,26 @@ def test_a88_a_window_is_the_query_and_the_keys_just_before(backend, rows):
     np.testing.assert_array_equal(last_output(window), last_output(None))
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [Rows(decodes=(24,)), Rows(chunks=((24, 24),)), Rows(chunks=((5, 24),))],
+    ids=["decode", "prefill", "chunk"],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a88_a_window_is_the_query_and_the_keys_just_before(backend, rows):
+    check_window(backend, rows, CONFIGS["window_8"][0])
+
+
+def check_lengths(backend: str, longest: int = 16, shape: Shape = SHORT) -> None:
+    pairs = [(q_len, kv_len) for kv_len in range(1, longest + 1) for q_len in range(1, kv_len + 1)]
+    for start in range(0, len(pairs), shape.chunk_rows):
+        step = make_step(shape, Rows(chunks=tuple(pairs[start : start + shape.chunk_rows])))
+        assert_close(run_step(backend, shape, step).out, expected_output(shape, step))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a89_every_query_length_of_every_key_length(backend):
-    pairs = [(q_len, kv_len) for kv_len in range(1, 17) for q_len in range(1, kv_len + 1)]
-    for start in range(0, len(pairs), 5):
-        step = make_step(SHORT, Rows(chunks=tuple(pairs[start : start + 5])))
-        assert_close(run_step(backend, SHORT, step).out, expected_output(SHORT, step))
+    check_lengths(backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -56,6 +56,7 @@ READ_BACK = [
     ("xla", 3, 8, "float32"),
     ("xla", 2, 16, "float8_e4m3fn"),
     ("gpu", 2, 64, "bfloat16"),
+    ("gpu", 2, 80, "int8"),
     ("tpu", 3, 8, "bfloat16"),
     ("tpu", 2, 80, "float32"),
     ("tpu", 3, 256, "bfloat16"),
@@ -164,14 +165,15 @@ def test_a83_block_indices_of_a_very_large_pool():
         assert block_in_range(spec, jnp.int32(layer), ids(block)).tolist() == [past_the_end]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a83_a_step_over_a_very_large_pool_has_no_wide_index(backend):
+def check_very_large_pool(backend: str, dtype: str) -> None:
     """Traced only. Every integer in the program is an int32 that counts blocks, tokens or rows."""
     value = get_backend(backend)
-    spec = KVSpec(32, 2**20, 32, 8, 128, jnp.dtype("float32"))
+    spec = KVSpec(32, 2**20, 32, 8, 128, jnp.dtype(dtype))
     layout = value.layout(spec)
-    assert layout.num_bytes == 2 * 32 * 2**20 * 32 * 8 * 128 * 4
-    shape = Shape(block_size=32, num_kv_heads=8, num_heads=8, head_size=128, num_blocks=128)
+    assert layout.num_bytes == 2 * 32 * 2**20 * 32 * 8 * 128 * spec.dtype.itemsize
+    shape = Shape(
+        block_size=32, num_kv_heads=8, num_heads=8, head_size=128, num_blocks=128, dtype=dtype
+    )
     step = make_step(shape, Rows(decodes=(70,), chunks=((5, 5),)))
 
     def run(pool, q, k, v, attn):
@@ -188,6 +190,11 @@ def test_a83_a_step_over_a_very_large_pool_has_no_wide_index(backend):
     # A flat index would multiply by the elements of a token, of a head's block or of a block.
     for size in (token_elements, 32 * 128, 32 * token_elements):
         assert f" {size}:i32" not in jaxpr
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a83_a_step_over_a_very_large_pool_has_no_wide_index(backend):
+    check_very_large_pool(backend, "float32")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -15,6 +15,7 @@ from pallas_kernels import (
     register_backend,
     registry,
 )
+from pallas_kernels.pool import QUANTIZED_DTYPES
 
 SPEC = KVSpec(2, 8, 16, 2, 64, jnp.dtype("float32"))
 
@@ -47,6 +48,31 @@ def test_auto_picks_xla_and_says_why(device_kind):
     backend, reason = choose_backend("auto", device_kind)
     assert backend == get_backend("xla")
     assert device_kind in reason
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", *QUANTIZED_DTYPES])
+def test_auto_takes_the_hopper_kernel_for_what_the_matrix_unit_multiplies_or_can_be_widened(dtype):
+    spec = SPEC._replace(dtype=jnp.dtype(dtype))
+    backend, reason = choose_backend("auto", "NVIDIA H200", [spec])
+    assert backend == get_backend("gpu")
+    assert reason == "gpu: auto, made for 'NVIDIA H200'"
+    assert choose_backend("auto", "NVIDIA L4", [spec])[0] == get_backend("xla")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"dtype": jnp.dtype("float32")}, "dtype float32: the matrix unit multiplies"),
+        ({"head_size": 40}, "head_size 40: the kernel takes multiples of 16 up to 256"),
+        ({"dtype": jnp.dtype("int8"), "block_size": 12}, "block_size 12: the kernel takes 8"),
+    ],
+)
+def test_what_the_hopper_kernel_cannot_take_goes_to_xla_or_is_refused_by_name(change, why):
+    spec = SPEC._replace(**{"dtype": jnp.dtype("bfloat16"), **change})
+    backend, reason = choose_backend("auto", "NVIDIA H200", [spec])
+    assert backend == get_backend("xla") and f"gpu cannot: {why}" in reason
+    with pytest.raises(ValueError, match=f"attention back end gpu cannot take {why}"):
+        choose_backend("gpu", "NVIDIA H200")[0].layout(spec)
 
 
 @pytest.mark.parametrize("name", ["reference", "xla"])
