@@ -55,7 +55,7 @@ class EngineConfig:
     quantization: str | None = _option(
         None,
         MODEL,
-        "keep the weights of the layers in few bits, rounded to nearest",
+        "keep the weights of layers, experts and head in few bits, rounded to nearest",
         choices=(None, "int8", "int4", "fp8"),
     )
 

@@ -11,6 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from paged_jax.quantization import QuantizedWeight
 from paged_jax.sharding import Split
 from paged_jax.weights import Path, Weight
 
@@ -130,17 +131,32 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A vector of `size` for each of `num` tokens; `split` cuts it over devices by token."""
+    """A vector of `size` for each of `num` tokens; `split` cuts it over devices by token.
+
+    `is_head` says that `linear` makes the logits of the same vectors, and that nothing else uses
+    them: then they may be quantized.
+    """
 
     def __init__(
-        self, num: int, size: int, *, dtype: DTypeLike, rngs: nnx.Rngs, split: bool = True
+        self,
+        num: int,
+        size: int,
+        *,
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        split: bool = True,
+        is_head: bool = False,
     ) -> None:
         init = nnx.initializers.normal(INIT_STDDEV)
         weight = init(rngs.params(), (num, size), dtype)
         self.weight = nnx.Param(weight, split=Split(0) if split else None)
+        self.is_head = is_head
 
     def __call__(self, token_ids: Int[Array, " T"]) -> Float[Array, "T E"]:
-        return jnp.take(self.weight[...], token_ids, axis=0, mode="clip")
+        weight = self.weight[...]
+        if isinstance(weight, QuantizedWeight):
+            return weight.rows(token_ids)
+        return jnp.take(weight, token_ids, axis=0, mode="clip")
 
 
 class RMSNorm(nnx.Module):
@@ -203,8 +219,13 @@ class GatedMLP(nnx.Module):
 
 
 def linear_paths(module: nnx.Module) -> tuple[Path, ...]:
-    """Paths of the matrices in a module that are multiplied by `linear` and by nothing else."""
-    layers = (path for path, found in nnx.iter_modules(module) if isinstance(found, Linear))
+    """Paths of the matrices in a module that are multiplied by `linear`, and by nothing else: those
+    of `Linear`, and of an `Embedding` that is the head as well."""
+    layers = (
+        path
+        for path, found in nnx.iter_modules(module)
+        if isinstance(found, Linear) or (isinstance(found, Embedding) and found.is_head)
+    )
     return tuple((*path, "weight") for path in layers)
 
 

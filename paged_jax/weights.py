@@ -15,12 +15,12 @@ Path = tuple[str | int, ...]  # of a parameter in its tree
 
 
 class Weight(abc.ABC):
-    """A matrix `[out, in]` in a form of its own; a pytree of arrays."""
+    """A matrix `[out, in]` in a form of its own, or a stack of them; a pytree of arrays."""
 
     @property
     @abc.abstractmethod
-    def shape(self) -> tuple[int, int]:
-        """(out, in)"""
+    def shape(self) -> tuple[int, ...]:
+        """(out, in), of a stack (number, out, in)"""
 
     @property
     @abc.abstractmethod
@@ -29,11 +29,11 @@ class Weight(abc.ABC):
 
     @abc.abstractmethod
     def multiply(self, x: Float[Array, "T E"], dtype: DTypeLike) -> Float[Array, "T F"]:
-        """`x @ w.T` in `dtype`."""
+        """`x @ w.T` in `dtype`, of one matrix."""
 
     @abc.abstractmethod
     def replaced(self, leaf: Any) -> Self:
-        """The same form of other values, given as one array `[out, in]`."""
+        """The same form of other values, given as one array of its shape."""
 
     @abc.abstractmethod
     def placed(self, axis: int | None, put: Callable[[Any, int | None], Any]) -> Self:

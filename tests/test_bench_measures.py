@@ -1,4 +1,4 @@
-"""`paged-jax bench latency | startup | host | calibrate`, on a tiny random model."""
+"""`paged-jax bench latency | startup | quant | host | calibrate`, on a tiny random model."""
 
 import json
 
@@ -8,7 +8,7 @@ import pytest
 
 from paged_jax import cli
 from paged_jax.attention import discover_layers
-from paged_jax.bench import host
+from paged_jax.bench import host, quant
 from paged_jax.bench.calibrate import calibrate
 from paged_jax.bench.contiguous import decode_step, empty_cache
 from paged_jax.bench.drive import greedy
@@ -21,6 +21,7 @@ from paged_jax.errors import ConfigError, PagedJaxError
 from paged_jax.models import ServedModel, load_model
 from paged_jax.progress import SilentProgress
 from tests.tiny_models import write_tiny_llama
+from tests.tiny_tokenizer import VOCAB_SIZE, write_tokenizer
 
 SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "num_blocks": 40}
 VOCAB, HIDDEN = 160, 64
@@ -181,6 +182,29 @@ def test_a_start_that_fails_is_quoted(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(PagedJaxError, match="ModelLoadError"):
         start_once(EngineConfig(model=str(tmp_path)))
+
+
+def test_quant_scores_a_text_in_every_form(tmp_path, monkeypatch, capsys):
+    model, text, out = tmp_path / "tiny", tmp_path / "text.txt", tmp_path / "out.json"
+    write_tiny_llama(model, num_hidden_layers=1, vocab_size=VOCAB_SIZE)
+    write_tokenizer(model)
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 2)
+    chosen = ("as it is", "weights int8", "weights int4")
+    monkeypatch.setattr(quant, "VARIANTS", {name: quant.VARIANTS[name] for name in chosen})
+    flags = ["--tokens", "16", "--text", str(text), "--json", str(out)]
+    assert cli.main(["bench", "quant", str(model), *flags, *FLAGS[:2]]) == 0
+    exact, int8, int4 = json.loads(out.read_text())["variants"]
+    assert [row["variant"] for row in (exact, int8, int4)] == list(chosen)
+    assert exact["mean_difference"] == 0 and exact["same_best"] == 1
+    assert 0 < int8["mean_difference"] < int4["mean_difference"] < int4["largest_difference"]
+    assert int4["same_best"] <= int8["same_best"] <= 1
+    assert int8["perplexity"] == pytest.approx(exact["perplexity"], rel=0.02)
+    assert int4["weight_bytes"] < int8["weight_bytes"] < exact["weight_bytes"] / 2
+    assert "texts of 16 tokens of text.txt" in capsys.readouterr().out
+
+    text.write_text("short")
+    assert cli.main(["bench", "quant", str(model), *flags, *FLAGS[:2]]) == 2
+    assert "tokens, and one text takes 16" in capsys.readouterr().err
 
 
 def test_host(tmp_path, monkeypatch, capsys):

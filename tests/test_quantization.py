@@ -1,16 +1,20 @@
 """Weights in few bits: what they are, how far off, and that the engine serves exactly those."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from paged_jax import ConfigError, Engine, EngineConfig, SamplingParams
+from paged_jax.attention import dense
 from paged_jax.layers import linear
 from paged_jax.lora import LoraWeight, with_adapter_ids
 from paged_jax.models import ServedModel, from_nnx, load_model, quantized
 from paged_jax.progress import SilentProgress
 from paged_jax.quantization import QuantizedWeight, quantize
+from paged_jax.weights import is_weight, tree_paths
 from tests import nnx_models
 from tests.dense_decoding import DenseDecoder
 from tests.engine_runs import run_all
@@ -69,20 +73,72 @@ def test_a_product_is_that_of_the_rounded_matrix(scheme, dtype, rows):
     np.testing.assert_allclose(np.asarray(got, np.float64), exact, atol=tolerance, rtol=1e-2)
 
 
+def test_a_stack_is_each_of_its_matrices_rounded_by_itself():
+    stack = draw(3, 24, 192) * np.logspace(-2, 2, 3)[:, None, None].astype(np.float32)
+    for scheme in SCHEMES:
+        found = quantize(stack, scheme)
+        assert found.shape == stack.shape and found.values.nbytes * 8 == stack.size * BITS[scheme]
+        for i, matrix in enumerate(stack):
+            alone = quantize(matrix, scheme).dequantized(jnp.float32)
+            np.testing.assert_array_equal(found.dequantized(jnp.float32)[i], alone)
+
+
+def unpacked(params):
+    """The same tree with plain arrays."""
+    return jax.tree.map(
+        lambda leaf: leaf.dequantized(jnp.float32) if isinstance(leaf, QuantizedWeight) else leaf,
+        params,
+        is_leaf=is_weight,
+    )
+
+
+# What is not multiplied, or decides: it stays as it is.
+KEPT = {
+    "llama": set(),
+    "gpt2": {"wpe"},
+    "mixtral": {"embed_tokens", "gate"},
+    "gpt-oss": {"embed_tokens", "router"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [("llama", "int8"), ("gpt2", "int4"), ("mixtral", "int8"), ("gpt-oss", "int4")],
+)
+def test_head_and_experts_are_rounded_too(name, scheme):
+    full = load_model(Path(__file__).parent / "data" / "families" / name, dtype="float32")
+    rounded = quantized(full, scheme)
+    schemes: dict[str, set] = {}
+    for path, leaf in tree_paths(rounded.params).items():
+        kind = leaf.scheme if isinstance(leaf, QuantizedWeight) else "kept"
+        owner = path[-2] if path[-1] == "weight" else "experts" if "experts" in path else path[-1]
+        if len(leaf.shape) > 1 and not str(path[-1]).endswith("bias"):
+            schemes.setdefault(kind, set()).add(owner)
+    assert schemes.get("kept", set()) == KEPT[name]
+    assert schemes["int8"] & {"lm_head", "wte", "embed_tokens"}, "the head is kept in eight bits"
+    assert ("experts" in schemes[scheme]) == bool(full.experts)
+
+    ids = jnp.arange(10, 31, dtype=jnp.int32)
+
+    @jax.jit
+    def logits(params):
+        positions = jnp.arange(len(ids), dtype=jnp.int32)
+        hidden = full.apply(params, ids, positions, dense(jnp.zeros_like(ids)))
+        return full.logits(params, hidden)
+
+    got, want = logits(rounded.params), logits(unpacked(rounded.params))
+    np.testing.assert_allclose(got, want, atol=2e-4)
+    assert np.abs(got - logits(full.params)).max() > 1e-3, "nothing was rounded"
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_an_engine_serves_the_rounded_weights(scheme, model):
     rounded = quantized(model, scheme)
-    plain = jax.tree.map(
-        lambda leaf: leaf.dequantized(jnp.float32) if isinstance(leaf, QuantizedWeight) else leaf,
-        rounded.params,
-        is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight),
-    )
+    plain = unpacked(rounded.params)
     want = DenseDecoder(model._replace(params=plain), 48).greedy(PROMPT, 8)
     engine = make(model, quantization=scheme)
     assert want.is_clear
     assert run_all(engine, {"r": (PROMPT, GREEDY)})["r", 0].token_ids == list(want.token_ids)
-    head = engine.runner._params["lm_head"]["weight"]
-    assert isinstance(head, jax.Array)  # it stays as it is
     if scheme == "int8":  # new weights are rounded, too, and nothing else is compiled for them
         engine.update_params(jax.tree.map(lambda leaf: leaf * 1, model.params))
         found = engine.runner._params["layers"][1]["mlp"]["up_proj"]["weight"]

@@ -228,7 +228,12 @@ def _add_quant(parser: argparse.ArgumentParser) -> None:
         type=_count,
         default=128,
         metavar="N",
-        help="of each of the four texts (default: %(default)s)",
+        help="of each text (default: %(default)s)",
+    )
+    group.add_argument(
+        "--text",
+        metavar="FILE",
+        help="what is scored, up to 16 texts of it (default: four that the model samples)",
     )
     _add_json(group)
     _add_engine_flags(parser, {"quantization", "kv_cache_dtype"})
@@ -238,7 +243,12 @@ def _quant(arguments: argparse.Namespace) -> int:
     from paged_jax.bench.quant import run_quant
 
     config = _engine_config(arguments, max_num_seqs=4, max_model_len=arguments.tokens + 1)
-    return run_quant(config, num_tokens=arguments.tokens, json_path=arguments.json)
+    return run_quant(
+        config,
+        num_tokens=arguments.tokens,
+        text_path=arguments.text,
+        json_path=arguments.json,
+    )
 
 
 BENCHMARKS = {

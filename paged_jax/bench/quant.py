@@ -1,27 +1,32 @@
 """`paged-jax bench quant`: what fewer bits save, what they cost in speed, and how far off they are.
 
-Every variant scores the same tokens, which the model itself sampled in full precision, and decodes
-the same batch. Nothing is calibrated: weights are rounded to nearest.
+Every variant scores the same tokens: of a file, or of texts that the model itself sampled in full
+precision. And every one decodes the same batch. Nothing is calibrated: weights are rounded to
+nearest.
 """
 
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 
-from paged_jax.bench.model_bed import ModelBed, load_bed
+from paged_jax.bench.model_bed import load_bed
 from paged_jax.bench.report import environment, require_writable, write_json
 from paged_jax.bench.table import Table, number, show
 from paged_jax.config import EngineConfig
 from paged_jax.engine import Engine
+from paged_jax.errors import ConfigError
+from paged_jax.outputs import TokenLogprob
 from paged_jax.progress import ConsoleProgress
 from scheduler import SamplingParams
 
 __all__ = ["VARIANTS", "run_quant"]
 
 NUM_SEQUENCES = 4
+MAX_NUM_TEXTS = 16  # of a file
 FIRST_TOKEN = 1  # sequences begin with single tokens from here on
 MIB = 1024**2
 
@@ -37,23 +42,73 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_quant(config: EngineConfig, *, num_tokens: int, json_path: str | None) -> int:
-    """Measure every variant, print and write; returns the exit code."""
+class Scores(NamedTuple):
+    """What one variant thinks of every token but the first of each text."""
+
+    logprobs: np.ndarray  # float32[n], of the tokens that are there
+    best: np.ndarray  # i32[n], the tokens that it would have chosen
+
+    @classmethod
+    def of(cls, entries: Sequence[TokenLogprob]) -> Self:
+        return cls(
+            np.array([entry.logprob for entry in entries], np.float32),
+            np.array([next(iter(entry.top)) for entry in entries], np.int32),
+        )
+
+
+def run_quant(
+    config: EngineConfig, *, num_tokens: int, text_path: str | None, json_path: str | None
+) -> int:
+    """Measure every variant, print and write; returns the exit code.
+
+    `num_tokens` are those of a text; a file is cut into so many as it has, MAX_NUM_TEXTS at most.
+    """
     require_writable(json_path)
+    content = None if text_path is None else _read(text_path)
     bed = load_bed(config, ConsoleProgress())
-    texts: list[list[int]] = []
-    exact: list[np.ndarray] = []
+    texts = [] if content is None else _cut(bed.encode(content), num_tokens, text_path)
+    exact: Scores | None = None
     rows = []
     for name, changes in VARIANTS.items():
         with bed.cold_engine(dataclasses.replace(config, **changes)) as engine:
             texts = texts or _sampled(engine, num_tokens)
-            scores = engine.score(texts)
+            scores = _score(engine, texts)
             exact = exact or scores
             rows.append({"variant": name, **_figures(engine, scores, exact, num_tokens)})
-    show(_table(rows, bed, num_tokens))
+    source = "that the model sampled" if text_path is None else f"of {Path(text_path).name}"
+    show(_table(rows, f"{bed.name}: {len(texts)} texts of {num_tokens} tokens {source}"))
     report = {"environment": environment(), "model": bed.name, "num_tokens": num_tokens}
-    write_json(json_path, report | {"variants": rows})
+    write_json(json_path, report | {"text": text_path, "variants": rows})
     return 0
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"text={path!r} cannot be read: {error}") from error
+
+
+def _cut(token_ids: Sequence[int], num_tokens: int, path: str | None) -> list[list[int]]:
+    starts = range(0, len(token_ids) - num_tokens + 1, num_tokens)
+    if not starts:
+        raise ConfigError(
+            f"text={path!r} has {len(token_ids)} tokens, and one text takes {num_tokens}"
+        )
+    return [list(token_ids[i : i + num_tokens]) for i in starts[:MAX_NUM_TEXTS]]
+
+
+def _score(engine: Engine, texts: Sequence[Sequence[int]]) -> Scores:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=1)
+    for i, text in enumerate(texts):
+        engine.add_request(str(i), text, params)
+    found: dict[int, Scores] = {}
+    while engine.has_unfinished:
+        for update in engine.step():
+            assert update.prompt_logprobs is not None, "the logits are not finite"
+            entries = cast(Sequence[TokenLogprob], update.prompt_logprobs)[1:]
+            found[int(update.sequence.request.request_id)] = Scores.of(entries)
+    return Scores(*map(np.concatenate, zip(*(found[i] for i in range(len(texts))), strict=True)))
 
 
 def _sampled(engine: Engine, num_tokens: int) -> list[list[int]]:
@@ -75,28 +130,27 @@ def _run(engine: Engine, params: SamplingParams) -> list[list[int]]:
     return outputs
 
 
-def _figures(
-    engine: Engine, scores: Sequence[np.ndarray], exact: Sequence[np.ndarray], num_tokens: int
-) -> dict[str, Any]:
+def _figures(engine: Engine, scores: Scores, exact: Scores, num_tokens: int) -> dict[str, Any]:
     greedy = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     _run(engine, greedy)  # compiles
     began = time.perf_counter()
     _run(engine, greedy)
     seconds = time.perf_counter() - began
-    ours, theirs = np.concatenate(scores), np.concatenate(exact)
+    difference = np.abs(scores.logprobs - exact.logprobs)
     return {
         "weight_bytes": engine.runner.num_weight_bytes,
         "kv_bytes_per_token": engine.runner.num_block_bytes // engine.config.block_size,
         "output_tok_s": NUM_SEQUENCES * num_tokens / seconds,
-        "perplexity": float(np.exp(-ours.mean())),
-        "mean_difference": float(np.abs(ours - theirs).mean()),
-        "largest_difference": float(np.abs(ours - theirs).max()),
+        "perplexity": float(np.exp(-scores.logprobs.mean())),
+        "mean_difference": float(difference.mean()),
+        "largest_difference": float(difference.max()),
+        "same_best": float(np.mean(scores.best == exact.best)),
     }
 
 
-def _table(rows: Sequence[dict[str, Any]], bed: ModelBed, num_tokens: int) -> Table:
+def _table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     return Table(
-        f"{bed.name}: {NUM_SEQUENCES} texts of {num_tokens} tokens that the model sampled",
+        title,
         (
             "",
             "weights, MiB",
@@ -105,6 +159,7 @@ def _table(rows: Sequence[dict[str, Any]], bed: ModelBed, num_tokens: int) -> Ta
             "perplexity",
             "log-probability off by, mean",
             "at most",
+            "same best token",
         ),
         tuple(
             (
@@ -115,6 +170,7 @@ def _table(rows: Sequence[dict[str, Any]], bed: ModelBed, num_tokens: int) -> Ta
                 number(row["perplexity"], 4),
                 number(row["mean_difference"], 2),
                 number(row["largest_difference"], 2),
+                f"{row['same_best']:.1%}",
             )
             for row in rows
         ),

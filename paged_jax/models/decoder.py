@@ -24,13 +24,13 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         E, V = config.hidden_size, config.vocab_size
         self.config = config
-        self.embed_tokens = Embedding(V, E, dtype=dtype, rngs=rngs)
+        tied = config.tie_word_embeddings
+        self.embed_tokens = Embedding(V, E, is_head=tied, dtype=dtype, rngs=rngs)
         layer = {"pre": PreNormLayer, "post": PostNormLayer, "both": SandwichLayer}[config.norms]
         self.layers = nnx.List(
             [layer(config, i, dtype=dtype, rngs=rngs) for i in range(len(config.layers))]
         )
         self.norm = _norm(config, dtype)
-        tied = config.tie_word_embeddings
         head = partial(Linear, E, V, bias=False, dtype=dtype, rngs=rngs, split="outputs")
         self.lm_head = None if tied else head()
 

@@ -9,9 +9,11 @@ from jaxtyping import Array, Float, Int
 
 from paged_jax.layers import ACTIVATIONS, INIT_STDDEV, linear
 from paged_jax.models.decoder_config import ExpertsConfig
+from paged_jax.quantization import QuantizedWeight
 from paged_jax.sharding import Split
+from paged_jax.weights import Path
 
-__all__ = ["SparseMLP"]
+__all__ = ["SparseMLP", "expert_paths"]
 
 # x[T, I] times, for the tokens of each expert X, w[X, O, I]
 PER_EXPERT = lax.RaggedDotDimensionNumbers(
@@ -64,6 +66,20 @@ def choose(
     return experts, weights
 
 
+def multiply(
+    x: Float[Array, "P I"],
+    weight: Float[Array, "X O I"] | QuantizedWeight,
+    expert: Int[Array, " P"],
+    sizes: Int[Array, " X"],
+) -> Float[Array, "P O"]:
+    """Each row by the matrix of its expert, `expert[p]`; expert i has the next `sizes[i]` rows."""
+    if not isinstance(weight, QuantizedWeight):
+        return lax.ragged_dot_general(x, weight, sizes, PER_EXPERT)
+    matrices, scales = weight.factors(x.dtype)
+    y = lax.ragged_dot_general(x, matrices, sizes, PER_EXPERT, preferred_element_type=jnp.float32)
+    return (y if scales is None else y * scales[expert]).astype(x.dtype)
+
+
 class Experts(nnx.Module):
     """Gated MLPs of one size, their weights stacked `[experts, out, in]`.
 
@@ -102,7 +118,7 @@ class Experts(nnx.Module):
         sizes = jnp.bincount(expert, length=self.config.num_experts).astype(jnp.int32)
 
         def apply(x: Array, weight: nnx.Param, bias: nnx.Param | None) -> Array:
-            y = lax.ragged_dot_general(x, weight[...], sizes, PER_EXPERT)
+            y = multiply(x, weight[...], expert, sizes)
             return y if bias is None else y + bias[...][expert]
 
         rows = x[order // C]
@@ -119,3 +135,9 @@ class Experts(nnx.Module):
         limit, alpha = self.config.clamp
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+
+
+def expert_paths(module: nnx.Module) -> tuple[Path, ...]:
+    """Paths of the stacked matrices in a module."""
+    stacks = (path for path, found in nnx.iter_modules(module) if isinstance(found, Experts))
+    return tuple((*path, name) for path in stacks for name in ("gate_proj", "up_proj", "down_proj"))

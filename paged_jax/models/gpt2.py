@@ -89,13 +89,13 @@ class GPT2(nnx.Module):
     def __init__(self, config: GPT2Config, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         E, V = config.hidden_size, config.vocab_size
         self.config = config
-        self.wte = Embedding(V, E, dtype=dtype, rngs=rngs)
+        tied = config.tie_word_embeddings
+        self.wte = Embedding(V, E, is_head=tied, dtype=dtype, rngs=rngs)
         self.wpe = Embedding(config.max_position, E, dtype=dtype, rngs=rngs, split=False)
         self.h = nnx.List(
             [Block(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)]
         )
         self.ln_f = LayerNorm(E, eps=config.norm_eps, dtype=dtype)
-        tied = config.tie_word_embeddings
         head = partial(Linear, E, V, bias=False, dtype=dtype, rngs=rngs, split="outputs")
         self.lm_head = None if tied else head()
 

@@ -17,6 +17,7 @@ from paged_jax.checkpoint.hf import Checkpoint, open_checkpoint, read_config
 from paged_jax.checkpoint.orbax import has_params, restore_params
 from paged_jax.errors import ConfigError
 from paged_jax.layers import linear_paths, param_splits
+from paged_jax.models.experts import expert_paths
 from paged_jax.models.fit import check_tensors
 from paged_jax.models.registry import Family, find_family
 from paged_jax.models.served import ServedModel, serve_split
@@ -97,6 +98,7 @@ def _open(directory: FilePath, dtype: DTypeLike, max_model_len: int | None) -> _
         config.hidden_size,
         config.max_position,
         linears=linear_paths(module),
+        experts=expert_paths(module),
         splits=param_splits(abstract),
     )
     return _Opened(family, config, model)

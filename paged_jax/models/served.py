@@ -11,9 +11,10 @@ from flax import linen, nnx
 from jaxtyping import Array, Float, Int
 
 from paged_jax.attention import Attend, dense
-from paged_jax.errors import ModelLoadError
+from paged_jax.errors import ConfigError, ModelLoadError
 from paged_jax.layers import linear_paths, param_splits
-from paged_jax.quantization import quantize_params
+from paged_jax.models.experts import expert_paths
+from paged_jax.quantization import HEAD_SCHEMES, check_scheme, quantize_params
 from paged_jax.sharding import Split
 from paged_jax.taps import add_taps
 from paged_jax.weights import Path, is_weight, tree_paths
@@ -46,6 +47,7 @@ class ServedModel(NamedTuple):
     max_position: int | None = None  # the longest context it was made for; None: unknown
     num_layers: int | None = None  # only scanned models say it: see discover_layers
     linears: tuple[Path, ...] = ()  # matrices that `layers.linear` multiplies, and nothing else
+    experts: tuple[Path, ...] = ()  # stacks of matrices, one for each expert
     splits: Mapping[Path, Split] = MappingProxyType({})  # how weights are cut over devices
 
 
@@ -93,7 +95,9 @@ def from_nnx(
     apply, logits = serve_split(graphdef, rest)
     pure = nnx.to_pure_dict(params)
     model = _measured(apply, logits, pure, max_position, num_layers, uses_positions)
-    return model._replace(linears=linear_paths(served), splits=param_splits(params))
+    return model._replace(
+        linears=linear_paths(served), experts=expert_paths(served), splits=param_splits(params)
+    )
 
 
 def from_linen(
@@ -189,6 +193,12 @@ def _reads_last_input(jaxpr: Any) -> bool:
 
 def layer_matrices(model: ServedModel) -> tuple[Path, ...]:
     """Those of `model.linears` that the layers use, and not `logits`."""
+    of_head = head_matrices(model)
+    return tuple(path for path in model.linears if path not in of_head)
+
+
+def head_matrices(model: ServedModel) -> tuple[Path, ...]:
+    """Those of `model.linears` that `logits` uses."""
     flat = tree_paths(model.params)
     dtypes = [flat[path].dtype for path in model.linears]
     if not dtypes:
@@ -202,16 +212,26 @@ def layer_matrices(model: ServedModel) -> tuple[Path, ...]:
         for path, leaf in tree_paths(leaves).items()
         if any(id(variable) in read for variable in jax.tree.leaves(leaf))
     }
-    return tuple(path for path in model.linears if path not in of_head)
+    return tuple(path for path in model.linears if path in of_head)
 
 
 def quantized(model: ServedModel, scheme: str) -> ServedModel:
-    """The model with the matrices of its layers in few bits, as `paged_jax.quantization` says.
+    """The model with its matrices in few bits, as `paged_jax.quantization` says.
 
-    A matrix is quantized once; the model that was given keeps its own.
+    Those of the layers, of experts, and of the head, which `HEAD_SCHEMES` says how to keep. A
+    matrix is quantized once; the model that was given keeps its own. Raises ConfigError for an
+    unknown scheme, or where there is nothing to quantize.
     """
     if any(map(is_weight, tree_paths(model.params).values())):
         return model
+    of_layers = check_scheme(scheme)
+    schemes = dict.fromkeys((*layer_matrices(model), *model.experts), of_layers)
+    schemes |= dict.fromkeys(head_matrices(model), HEAD_SCHEMES[of_layers])
+    if not schemes:
+        raise ConfigError(
+            f"quantization={scheme} finds nothing to quantize: it takes the matrices of "
+            "paged_jax.layers.Linear, and this model multiplies with none"
+        )
     params = jax.tree.map(lambda leaf: leaf, model.params)
-    quantize_params(params, layer_matrices(model), scheme)
+    quantize_params(params, schemes)
     return model._replace(params=params)
