@@ -1,5 +1,7 @@
 """Gemma 2: capped scores, norms on both sides, windows in every other layer."""
 
+from typing import Any
+
 from paged_jax.layers import ACTIVATIONS
 from paged_jax.models.config_fields import (
     Config,
@@ -21,7 +23,7 @@ from paged_jax.models.decoder_config import (
 )
 from paged_jax.rope import Rope
 
-__all__ = ["parse", "read_attention", "read_gemma_mlp"]
+__all__ = ["parse", "read_attention", "read_gemma"]
 
 DEFAULTS = {  # published files leave out what equals these
     "vocab_size": 256000,
@@ -38,18 +40,27 @@ def parse(config: Config) -> DecoderConfig:
     attention = read_attention(config, softcap=optional_float(config, "attn_logit_softcapping", 50))
     count = positive_int(config, "num_hidden_layers")
     kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]
-    return read_decoder(
+    return read_gemma(
         config,
         attention=attention,
         ropes=Rope.from_hf(config, head_size=attention.head_size),
         windows=layer_windows(config, optional_int(config, "sliding_window", 4096), kinds),
-        mlps=read_gemma_mlp(config),
-        tied=True,
         max_position=8192,
+        logits_softcap=optional_float(config, "final_logit_softcapping", 30),
+    )
+
+
+def read_gemma(config: Config, **parts: Any) -> DecoderConfig:
+    """`read_decoder` with what every Gemma has: norms on both sides with weights that begin at
+    zero, embeddings that are scaled and are the head as well, and its MLP."""
+    return read_decoder(
+        config,
+        mlps=_read_mlp(config),
+        tied=True,
         norms="both",
         norm_offset=1.0,
         embedding_scale=positive_int(config, "hidden_size") ** 0.5,
-        logits_softcap=optional_float(config, "final_logit_softcapping", 30),
+        **parts,
     )
 
 
@@ -67,7 +78,7 @@ def read_attention(config: Config, *, softcap: float | None, norm: str = "none")
     )
 
 
-def read_gemma_mlp(config: Config) -> MLPConfig:
+def _read_mlp(config: Config) -> MLPConfig:
     """`hidden_act` of early files is not what the models were trained with, and is not read."""
     activation = text(config, "hidden_activation", "gelu_pytorch_tanh", ACTIVATIONS)
     return MLPConfig(positive_int(config, "intermediate_size"), activation)

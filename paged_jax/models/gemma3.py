@@ -14,8 +14,8 @@ from paged_jax.models.config_fields import (
     optional_int,
     positive_int,
 )
-from paged_jax.models.decoder_config import AttentionConfig, DecoderConfig, read_decoder
-from paged_jax.models.gemma2 import DEFAULTS, read_attention, read_gemma_mlp
+from paged_jax.models.decoder_config import AttentionConfig, DecoderConfig
+from paged_jax.models.gemma2 import DEFAULTS, read_attention, read_gemma
 from paged_jax.rope import Rope, declared_rope
 
 __all__ = ["canonical", "is_not_text", "parse", "parse_nested"]
@@ -35,17 +35,12 @@ def parse(config: Config) -> DecoderConfig:
     window = optional_int(config, "sliding_window", 4096)
     windows = layer_windows(config, window, _kinds(config))
     ropes = {kind: _rope(config, kind, attention) for kind in (FULL, SLIDING)}
-    return read_decoder(
+    return read_gemma(
         config,
         attention=attention,
         ropes=[ropes[FULL if window is None else SLIDING] for window in windows],
         windows=windows,
-        mlps=read_gemma_mlp(config),
-        tied=True,
         max_position=131072,
-        norms="both",
-        norm_offset=1.0,
-        embedding_scale=positive_int(config, "hidden_size") ** 0.5,
         logits_softcap=optional_float(config, "final_logit_softcapping"),
     )
 
