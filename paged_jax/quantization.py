@@ -25,7 +25,7 @@ from paged_jax.errors import ConfigError
 from paged_jax.weights import Path, Weight
 
 __all__ = [
-    "HEAD_SCHEMES",
+    "HEAD_SCHEME",
     "QuantizedWeight",
     "Scheme",
     "check_scheme",
@@ -39,8 +39,8 @@ INT4_GROUP_LEN = 64  # inputs that share a scale; less where the matrix is not d
 LEAST_GROUP_LEN = 8
 FP8_MAX = 448.0  # of float8_e4m3fn
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": FP8_MAX}
-# Of the head, whose errors are those of the logits, and of embeddings where they are the same.
-HEAD_SCHEMES: Mapping[Scheme, Scheme] = {"int8": "int8", "int4": "int8", "fp8": "fp8"}
+# The most exact: the head's errors are those of the logits. Also of embeddings that are the head.
+HEAD_SCHEME: Scheme = "int8"
 
 
 def check_scheme(name: str) -> Scheme:

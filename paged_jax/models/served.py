@@ -14,7 +14,7 @@ from paged_jax.attention import Attend, dense
 from paged_jax.errors import ConfigError, ModelLoadError
 from paged_jax.layers import linear_paths, param_splits
 from paged_jax.models.experts import expert_paths
-from paged_jax.quantization import HEAD_SCHEMES, check_scheme, quantize_params
+from paged_jax.quantization import HEAD_SCHEME, check_scheme, quantize_params
 from paged_jax.sharding import Split
 from paged_jax.taps import add_taps
 from paged_jax.weights import Path, is_weight, tree_paths
@@ -218,15 +218,15 @@ def head_matrices(model: ServedModel) -> tuple[Path, ...]:
 def quantized(model: ServedModel, scheme: str) -> ServedModel:
     """The model with its matrices in few bits, as `paged_jax.quantization` says.
 
-    Those of the layers, of experts, and of the head, which `HEAD_SCHEMES` says how to keep. A
-    matrix is quantized once; the model that was given keeps its own. Raises ConfigError for an
-    unknown scheme, or where there is nothing to quantize.
+    Those of the layers and of experts by `scheme`, the head by HEAD_SCHEME. A matrix is quantized
+    once; the model that was given keeps its own. Raises ConfigError for an unknown scheme, or where
+    there is nothing to quantize.
     """
     if any(map(is_weight, tree_paths(model.params).values())):
         return model
     of_layers = check_scheme(scheme)
     schemes = dict.fromkeys((*layer_matrices(model), *model.experts), of_layers)
-    schemes |= dict.fromkeys(head_matrices(model), HEAD_SCHEMES[of_layers])
+    schemes |= dict.fromkeys(head_matrices(model), HEAD_SCHEME)
     if not schemes:
         raise ConfigError(
             f"quantization={scheme} finds nothing to quantize: it takes the matrices of "
