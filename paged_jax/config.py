@@ -80,9 +80,9 @@ class EngineConfig:
     kv_cache_dtype: str = _option(
         "auto",
         CACHE,
-        "of the KV cache; int8 and fp8 have a scale for each token and head; auto is float32 on "
-        "CPU, the model's own elsewhere",
-        choices=("auto", "float32", "bfloat16", "float16", "int8", "fp8"),
+        "of the KV cache; int8, fp8 (e4m3) and fp8_e5m2 have a scale for each token and head; auto "
+        "is float32 on CPU, the model's own elsewhere",
+        choices=("auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e5m2"),
     )
     memory_utilization: float = _option(
         0.9, CACHE, "share of an accelerator's memory that may be used"

@@ -116,7 +116,8 @@ def make_plan(model: ServedModel, config: EngineConfig, mesh: Mesh) -> Plan:
 
 def _kv_dtype(config: EngineConfig, device: jax.Device) -> jnp.dtype | None:
     if config.kv_cache_dtype != "auto":
-        return jnp.dtype({"fp8": "float8_e4m3fn"}.get(config.kv_cache_dtype, config.kv_cache_dtype))
+        name = {"fp8": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}.get(config.kv_cache_dtype)
+        return jnp.dtype(name or config.kv_cache_dtype)
     # XLA's CPU scatters into a bfloat16 array by converting all of it.
     return jnp.dtype("float32") if device.platform == "cpu" else None
 

@@ -47,6 +47,9 @@ def encode(x: Float[Array, "T K D"], dtype: jnp.dtype) -> tuple[jax.Array, Float
     scaled = wide / jnp.where(scales > 0, scales, 1.0)[:, :, None]
     if dtype.name == "int8":
         return jnp.round(scaled).astype(jnp.int8), scales
+    # None without a leading one: a kernel then widens the bits with a shift and a product.
+    least = float(jnp.finfo(dtype).smallest_normal)
+    scaled = jnp.where(jnp.abs(scaled) < least, 0, scaled)
     return lax.bitcast_convert_type(scaled.astype(dtype), jnp.uint8), scales
 
 

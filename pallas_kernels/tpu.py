@@ -18,17 +18,19 @@ from pallas_kernels.pool import (
     check_spec,
     zeros_pool,
 )
+from pallas_kernels.quantized_kv import decoded, is_quantized, stored
 from pallas_kernels.scoring import Scoring
 from pallas_kernels.tpu_attention import Setup, attend_decodes, attend_prefills
 from pallas_kernels.tpu_loads import Loads
-from pallas_kernels.tpu_slab import Slab
+from pallas_kernels.tpu_slab import LANES, Slab
 from pallas_kernels.tpu_tuning import CHIPS, INTERPRETED, Chip
-from pallas_kernels.tpu_write import write_tokens
+from pallas_kernels.tpu_write import write_scales, write_tokens
 
 
 @dataclass(frozen=True)
 class TpuBackend:
-    """All of a token's keys and values together: one array `[L*N, b, C, p, 128]` of `Slab`s.
+    """All of a token's keys and values together: one array `[L*N, b, C, p, 128]` of `Slab`s;
+    behind it, where they are bytes, their scales `[L*N, S, R, 128]`, a token in a lane.
 
     Until `for_device` names a TPU the kernels are interpreted: right, and slow.
     """
@@ -49,17 +51,22 @@ class TpuBackend:
         dtype = jnp.dtype(spec.dtype)
         if dtype.name == "float16":
             return "a pool of dtype float16: TPUs have none; bfloat16 has the same size"
-        if dtype.itemsize == 1:
-            return f"a pool of dtype {dtype.name}: it has no place for the scales of each token"
-        if self.chip.name != INTERPRETED.name and spec.block_size % 8:
-            return f"block_size={spec.block_size}: a TPU wants a multiple of 8"
+        size = spec.block_size
+        if self.chip.name != INTERPRETED.name and size % 8:
+            return f"block_size={size}: a TPU wants a multiple of 8"
+        if is_quantized(dtype) and LANES % size and size % LANES:
+            return f"block_size={size} with dtype {dtype.name}: no power of two below {LANES}"
         return None
 
     def layout(self, spec: KVSpec) -> PoolLayout:
         spec = self._checked(spec)
-        shape = (spec.num_layers * spec.num_blocks, spec.block_size, *_slab(spec).shape)
+        slab, blocks = _slab(spec), spec.num_layers * spec.num_blocks
+        slabs = jax.ShapeDtypeStruct((blocks, spec.block_size, *slab.shape), slab.stored)
         partition = PartitionSpec(None, None, KV_HEADS, None, None)
-        return PoolLayout((jax.ShapeDtypeStruct(shape, spec.dtype),), (partition,))
+        if not slab.is_quantized:
+            return PoolLayout((slabs,), (partition,))
+        scales = jax.ShapeDtypeStruct((blocks, *slab.scales_shape(spec.block_size)), jnp.float32)
+        return PoolLayout((slabs, scales), (partition, PartitionSpec(None, None, KV_HEADS, None)))
 
     def init_pool(self, spec: KVSpec) -> KVPool:
         return zeros_pool(self.layout(spec), self._checked(spec))
@@ -78,14 +85,22 @@ class TpuBackend:
         index = block_in_range(spec, layer, block)
         # Padding tokens all go to one slot of the null block, which nobody reads.
         index = jnp.where(block == 0, spec.num_layers * spec.num_blocks, index)
-        new = _slab(spec).pack(k, v)
-        array = write_tokens(pool.arrays[0], new, index, offset, interpret=self._interpret)
-        return KVPool((array,), spec)
+        slab = _slab(spec)
+        keys, values, *scales = stored(k, v, spec.dtype)
+        slabs, *others = pool.arrays
+        new = slab.pack(keys, values)
+        where = {"index": index, "offset": offset, "interpret": self._interpret}
+        slabs = write_tokens(slabs, new, **where)
+        if scales:
+            others = [write_scales(others[0], slab.pack_scales(*scales), **where)]
+        return KVPool((slabs, *others), spec)
 
     def unpack(
         self, blocks: tuple[jax.Array, ...], spec: KVSpec
     ) -> tuple[Float[Array, "M b K D"], Float[Array, "M b K D"]]:
-        return _slab(spec).unpack(blocks[0])
+        slab, (slabs, *scales) = _slab(spec), blocks
+        of_both = slab.unpack_scales(scales[0], spec.block_size) if scales else ()
+        return decoded(*slab.unpack(slabs), *of_both, dtype=spec.dtype)
 
     def paged_attention(
         self,
@@ -99,10 +114,13 @@ class TpuBackend:
     ) -> Float[Array, "T H D"]:
         if q.dtype == jnp.float16:
             raise ValueError("q has dtype float16: the tpu back end takes bfloat16 and float32")
-        setup = Setup(_slab(pool.spec), self.chip, self.loads, self._interpret)
+        setup = self.setup(pool.spec)
         decodes = attend_decodes(q[:decode_rows], pool, attn, scoring, layer=layer, setup=setup)
         prefills = attend_prefills(q[decode_rows:], pool, attn, scoring, layer=layer, setup=setup)
         return jnp.concatenate([decodes, prefills])
+
+    def setup(self, spec: KVSpec) -> Setup:
+        return Setup(_slab(spec), self.chip, self.loads, self._interpret)
 
     @property
     def _interpret(self) -> bool | pltpu.InterpretParams:
@@ -111,7 +129,7 @@ class TpuBackend:
     def _checked(self, spec: KVSpec) -> KVSpec:
         if refusal := self.refusal(spec):
             raise ValueError(f"the tpu back end cannot take {refusal}")
-        return check_spec(spec)
+        return check_spec(spec, quantized=True)
 
 
 def _slab(spec: KVSpec) -> Slab:

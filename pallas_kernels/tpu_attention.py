@@ -12,7 +12,7 @@ from pallas_kernels.scoring import Scoring
 from pallas_kernels.tpu_kernel import KernelShape, Scalars, attention_kernel
 from pallas_kernels.tpu_loads import Loads
 from pallas_kernels.tpu_slab import Slab
-from pallas_kernels.tpu_tuning import Chip, tiles_for, tuning
+from pallas_kernels.tpu_tuning import Chip, Tiles, tiles_for, tuning
 from pallas_kernels.tpu_work import Work, decode_work, next_items, pad_items, padded, prefill_work
 
 # Entries of block tables that a call may hold in scalar memory, half of 1 MiB.
@@ -26,6 +26,11 @@ class Setup(NamedTuple):
     chip: Chip
     loads: Loads
     interpret: Any  # as `pl.pallas_call` takes it
+
+    def tiles(self, what: str, block_size: int, table_width: int) -> Tiles:
+        """For "decode" or "prefill"."""
+        config = tuning(self.chip, what, lanes=self.slab.lanes, dtype=self.slab.dtype)
+        return tiles_for(config, block_size, table_width)
 
 
 def attend_decodes(
@@ -119,8 +124,7 @@ def _call(
 ) -> Float[Array, "W K M D"]:
     spec, slab, chip = pool.spec, setup.slab, setup.chip
     what = "decode" if query_tile == 1 else "prefill"
-    config = tuning(chip, what, lanes=slab.lanes, dtype=slab.dtype)
-    tiles = tiles_for(config, spec.block_size, tables.shape[1])
+    tiles = setup.tiles(what, spec.block_size, tables.shape[1])
     num_items, rows = queries.shape[0], queries.shape[2]
     num_padded = -(-num_items // chip.num_cores) * chip.num_cores
     work = padded(work, num_padded)
@@ -164,7 +168,7 @@ def _call(
         sinks = jnp.repeat(sinks, query_tile, axis=1)[..., None]
     q = pad_items(slab.pad_queries(queries.astype(dtype)), num_padded)
     out = attention_kernel(
-        shape, scalars, q, sinks, pool.arrays[0], out_dtype=queries.dtype, interpret=setup.interpret
+        shape, scalars, q, sinks, pool.arrays, out_dtype=queries.dtype, interpret=setup.interpret
     )
     return slab.take_values(out[:num_items])
 

@@ -5,7 +5,7 @@ before are attended to. The copies run on across items: there is no wait between
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,12 +74,16 @@ def attention_kernel(
     scalars: Scalars,
     q: Float[Array, "W K M lanes"],
     sinks: Float[Array, "K M 1"],
-    pool: Float[Array, "N b C p 128"],
+    pool: tuple[jax.Array, ...],
     *,
     out_dtype: jnp.dtype,
     interpret,
 ) -> Float[Array, "W K M lanes"]:
-    """Query m of an item is query `m % query_tile` of head `m // query_tile` of its KV head."""
+    """Query m of an item is query `m % query_tile` of head `m // query_tile` of its KV head.
+
+    `pool` holds the slabs `[N, b, C, p, 128]` and, where they are bytes, the scales
+    `[N, S, R, 128]`.
+    """
     slab = shape.slab
     heads, rows, lanes = slab.num_kv_heads, shape.rows, slab.lanes
     per_core = shape.num_items // shape.num_cores
@@ -92,12 +96,12 @@ def attention_kernel(
             in_specs=[
                 own,
                 pl.BlockSpec((heads, rows, 1), lambda *_: (0, 0, 0)),
-                pl.BlockSpec(memory_space=pl.ANY),
+                *(pl.BlockSpec(memory_space=pl.ANY) for _ in pool),
             ],
             out_specs=own,
             scratch_shapes=[
-                pltpu.VMEM((2, shape.fetch_len, *slab.shape), slab.dtype),
-                pltpu.SemaphoreType.DMA((2,)),
+                *_fetched(shape),
+                pltpu.SemaphoreType.DMA((len(pool), 2)),
                 pltpu.VMEM((heads, rows, LANES), jnp.float32),
                 pltpu.VMEM((heads, rows, LANES), jnp.float32),
                 pltpu.VMEM((heads, rows, lanes), jnp.float32),
@@ -110,7 +114,25 @@ def attention_kernel(
         ),
         interpret=interpret,
         name="paged_attention",
-    )(*scalars, q, sinks, pool)
+    )(*scalars, q, sinks, *pool)
+
+
+class Fetched(NamedTuple):
+    """Two buffers for what is copied from the pool: one is filled while the other is used."""
+
+    slabs: Any  # [2, fetch_len, C, p, 128]
+    scales: Any = None  # [2, fetch_blocks, S, R, 128], where slabs are bytes
+    by_token: Any = None  # [R, lanes]: the scales of the fetch in use, 0 for tokens unseen
+
+
+def _fetched(shape: KernelShape) -> list:
+    slab = shape.slab
+    slabs = pltpu.VMEM((2, shape.fetch_len, *slab.shape), slab.stored)
+    if not slab.is_quantized:
+        return [slabs]
+    scales = (2, shape.fetch_blocks, *slab.scales_shape(shape.block_size))
+    by_token = (slab.num_scales, pl.cdiv(shape.fetch_len, LANES) * LANES)
+    return [slabs, pltpu.VMEM(scales, jnp.float32), pltpu.VMEM(by_token, jnp.float32)]
 
 
 # Of each of the two buffers: blocks on their way, and bit j set if block j does not exist. Then
@@ -120,12 +142,16 @@ COUNT, ABSENT, TURN = 0, 2, 4
 
 def _kernel(shape: KernelShape, *refs):
     scalars = Scalars(*refs[: len(Scalars._fields)])
-    q_ref, sinks_ref, pool_ref, out_ref, *scratch = refs[len(Scalars._fields) :]
-    buffers, semaphores, top_ref, total_ref, acc_ref, state = scratch
+    q_ref, sinks_ref, *others = refs[len(Scalars._fields) :]
+    num_arrays = 2 if shape.slab.is_quantized else 1
+    pool, (out_ref, *scratch) = others[:num_arrays], others[num_arrays:]
+    *buffers, semaphores, top_ref, total_ref, acc_ref, state = scratch
+    fetched = Fetched(*buffers)
     core, step = pl.program_id(0), pl.program_id(1)
     per_core = shape.num_items // shape.num_cores
     item = core * per_core + step
-    fetch = partial(_start_fetch, shape, scalars, pool_ref, buffers, semaphores, state)
+    copies = partial(_copies, shape, pool, fetched, semaphores)
+    fetch = partial(_start_fetch, shape, scalars, copies, state)
 
     @pl.when(step == 0)
     def _():
@@ -152,18 +178,21 @@ def _kernel(shape: KernelShape, *refs):
             start = scalars.first_key[following] // shape.fetch_len
             fetch(following, jnp.where(is_last, start, number + 1), 1 - turn)
 
-        _await_fetch(shape, pool_ref, buffers, semaphores, state, turn)
+        _await_fetch(copies, state, turn)
         start = number * shape.fetch_len
         first = jnp.maximum(first_key - start, 0)
         end = jnp.minimum(end_key - start, shape.fetch_len)
-        _clear_unseen(shape, buffers, turn, first, end, state[ABSENT + turn])
+        _clear_unseen(shape, fetched.slabs, turn, first, end, state[ABSENT + turn])
+        if shape.slab.is_quantized:
+            _scales_by_token(shape, fetched, turn, first, end, state[ABSENT + turn])
 
         def one_tile(tile, _):
             _attend(
                 shape,
                 scalars,
                 q_ref,
-                _tokens(buffers, turn, tile * shape.tile_len, shape.tile_len),
+                _tokens(fetched.slabs, turn, tile * shape.tile_len, shape.tile_len),
+                _tile_of(shape, fetched.by_token, tile),
                 (top_ref, total_ref, acc_ref),
                 seen=_seen(shape, scalars, item, start, tile, state[ABSENT + turn]),
             )
@@ -185,7 +214,19 @@ def _tokens(buffers, turn, start, count):
     return buffers.at[turn, pl.ds(start, count)]
 
 
-def _start_fetch(shape, scalars, pool_ref, buffers, semaphores, state, item, number, turn):
+def _copies(shape, pool, fetched, semaphores, index, turn, place) -> list:
+    """Of everything that the pool has of a block, to the block's place in a buffer."""
+    b = shape.block_size
+    targets = [_tokens(fetched.slabs, turn, place * b, b)]
+    if shape.slab.is_quantized:
+        targets.append(fetched.scales.at[turn, place])
+    return [
+        pltpu.make_async_copy(array.at[index], target, semaphores.at[kind, turn])
+        for kind, (array, target) in enumerate(zip(pool, targets, strict=True))
+    ]
+
+
+def _start_fetch(shape, scalars, copies, state, item, number, turn):
     """Starts copying the blocks of a fetch that the item sees and that exist."""
     b = shape.block_size
     start = number * shape.fetch_blocks
@@ -204,11 +245,8 @@ def _start_fetch(shape, scalars, pool_ref, buffers, semaphores, state, item, num
 
             @pl.when(exists)
             def _(block=block, place=place):
-                pltpu.make_async_copy(
-                    pool_ref.at[scalars.layer_start[0] + block],
-                    _tokens(buffers, turn, place * b, b),
-                    semaphores.at[turn],
-                ).start()
+                for copy in copies(scalars.layer_start[0] + block, turn, place):
+                    copy.start()
 
             count += exists.astype(jnp.int32)
             absent |= jnp.where(here & ~exists, jnp.int32(1) << place, 0)
@@ -221,24 +259,22 @@ def _start_fetch(shape, scalars, pool_ref, buffers, semaphores, state, item, num
     state[ABSENT + turn] = absent
 
 
-def _await_fetch(shape, pool_ref, buffers, semaphores, state, turn):
+def _await_fetch(copies, state, turn):
     def one_block(_, carry):
-        # Any copy of a block's size: a wait counts bytes.
-        pltpu.make_async_copy(
-            pool_ref.at[0], _tokens(buffers, turn, 0, shape.block_size), semaphores.at[turn]
-        ).wait()
+        for copy in copies(0, turn, 0):  # any of a block's size: a wait counts bytes
+            copy.wait()
         return carry
 
     lax.fori_loop(jnp.int32(0), state[COUNT + turn], one_block, jnp.int32(0))
 
 
-def _clear_unseen(shape, buffers, turn, first, end, absent):
+def _clear_unseen(shape, slabs, turn, first, end, absent):
     """Zeroes what the tiles in use hold besides seen keys. It may be NaN, and its weight of zero
     would not stop that."""
 
     def clear(start, stop):
         def one_token(token, carry):
-            slab = _tokens(buffers, turn, token, 1)
+            slab = _tokens(slabs, turn, token, 1)
             slab[...] = jnp.zeros(slab.shape, slab.dtype)
             return carry
 
@@ -256,6 +292,38 @@ def _clear_unseen(shape, buffers, turn, first, end, absent):
             return carry
 
         lax.fori_loop(jnp.int32(0), jnp.int32(shape.fetch_blocks), one_block, jnp.int32(0))
+
+
+def _scales_by_token(shape, fetched, turn, first, end, absent):
+    """Lays the scales of a fetch side by side in the order of its tokens."""
+    b = shape.block_size
+    blocks_a_line = max(LANES // b, 1)
+    lane = lax.broadcasted_iota(jnp.int32, (shape.slab.num_scales, LANES), 1)
+    for i in range(fetched.by_token.shape[1] // LANES):
+        if b >= LANES:
+            block, part = divmod(i, b // LANES)
+            line = fetched.scales[turn, block, part]
+        else:
+            start = i * blocks_a_line
+            line = fetched.scales[turn, start, 0]
+            for j in range(1, min(blocks_a_line, shape.fetch_blocks - start)):
+                moved = pltpu.roll(fetched.scales[turn, start + j, 0], jnp.int32(j * b), 1)
+                line = jnp.where(lane >= j * b, moved, line)
+        place = i * LANES + lane
+        seen = (place >= first) & (place < end) & (((absent >> (place // b)) & 1) == 0)
+        fetched.by_token[:, i * LANES : (i + 1) * LANES] = jnp.where(seen, line, jnp.float32(0))
+
+
+def _tile_of(shape: KernelShape, by_token, tile) -> Float[Array, "R J"] | None:
+    """The scales of a tile of keys."""
+    if by_token is None:
+        return None
+    if shape.tile_len == shape.fetch_len:
+        return by_token[:, : shape.tile_len]
+    start = tile * shape.tile_len
+    if shape.tile_len % LANES == 0:
+        start = pl.multiple_of(start, LANES)
+    return by_token[:, pl.ds(start, shape.tile_len)]
 
 
 def _seen(shape: KernelShape, scalars: Scalars, item, start, tile, absent):
@@ -276,18 +344,17 @@ def _seen(shape: KernelShape, scalars: Scalars, item, start, tile, absent):
     return seen & (((absent >> block) & 1) == 0)
 
 
-def _attend(shape: KernelShape, scalars: Scalars, q_ref, slabs, state, *, seen):
+def _attend(shape: KernelShape, scalars: Scalars, q_ref, slabs, scales, state, *, seen):
     """One tile of keys, head after head: the online softmax."""
     slab = shape.slab
     top_ref, total_ref, acc_ref = state
+    load = partial(load_rows, slabs, stored=slab.dtype, dtype=shape.dtype, loads=shape.loads)
     for head in range(slab.num_kv_heads):
-        keys = load_rows(slabs, slab.key_rows(head), shape.dtype, shape.loads)
-        values = (
-            keys
-            if slab.shares_rows
-            else load_rows(slabs, slab.value_rows(head), shape.dtype, shape.loads)
-        )
+        keys = load(slab.key_rows(head))
+        values = keys if slab.shares_rows else load(slab.value_rows(head))
         scores = dot(q_ref[0, head], keys, transpose_b=True) * scalars.score_scale[head]
+        if scales is not None:
+            scores = scores * scales[2 * head : 2 * head + 1]
         if shape.softcap is not None:
             cap = jnp.float32(shape.softcap)
             scores = cap * jnp.tanh(scores / cap)
@@ -298,6 +365,8 @@ def _attend(shape: KernelShape, scalars: Scalars, q_ref, slabs, state, *, seen):
         shrink = jnp.exp(top - new_top)
         top_ref[head] = new_top
         total_ref[head] = shrink * total_ref[head] + jnp.sum(weights, axis=1, keepdims=True)
+        if scales is not None:
+            weights = weights * scales[2 * head + 1 : 2 * head + 2]
         part = dot(weights.astype(shape.dtype), values, transpose_b=False)
         acc_ref[head] = acc_ref[head] * shrink[:, :1] + part
 

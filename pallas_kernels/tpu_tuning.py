@@ -76,6 +76,9 @@ def tuning(chip: Chip, what: str, *, lanes: int, dtype: jnp.dtype) -> TuningConf
 def tiles_for(config: TuningConfig, block_size: int, table_width: int) -> Tiles:
     """The nearest tiles that are made of whole blocks."""
     fetch_blocks = min(max(config.fetch_len // block_size, 1), MAX_FETCH_BLOCKS, table_width)
+    tile_blocks = max(config.tile_len // block_size, 1)
+    if fetch_blocks > tile_blocks:
+        fetch_blocks -= fetch_blocks % tile_blocks
     fetch_len = fetch_blocks * block_size
     tile_len = math.gcd(fetch_len, config.tile_len)
     if fetch_len <= config.tile_len or tile_len < 8:

@@ -60,6 +60,8 @@ READ_BACK = [
     ("tpu", 3, 8, "bfloat16"),
     ("tpu", 2, 80, "float32"),
     ("tpu", 3, 256, "bfloat16"),
+    ("tpu", 3, 8, "int8"),
+    ("tpu", 2, 128, "float8_e5m2"),
 ]
 
 

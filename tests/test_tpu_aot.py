@@ -91,6 +91,21 @@ CASES = {
     "v7x_96": ("v7x", {"head_size": 96, "num_kv_heads": 4}),
     "v7x_f32_over_bf16": ("v7x", {"dtype": "float32"}),
     "v7x_prefill": ("v7x", {**PREFILL, "block_size": 128}),
+    # A byte a value, and scales; K odd and even, a line of scales shared and filled.
+    "v4_int8": ("v4", {"pool_dtype": "int8"}),
+    "v5e_int8": ("v5e", {"pool_dtype": "int8", "num_kv_heads": 8, "block_size": 64}),
+    "v5e_int8_64": (
+        "v5e",
+        {"pool_dtype": "int8", "head_size": 64, "num_heads": 9, "num_kv_heads": 3, **EVERYTHING},
+    ),
+    "v5e_e4m3_prefill": ("v5e", {**PREFILL, "pool_dtype": "float8_e4m3fn"}),
+    "v5p_e5m2": ("v5p", {"pool_dtype": "float8_e5m2", "head_size": 256, "block_size": 32}),
+    "v6e_e4m3": ("v6e", {"pool_dtype": "float8_e4m3fn", "num_kv_heads": 8, "block_size": 128}),
+    "v6e_int8_prefill": ("v6e", {**PREFILL, "pool_dtype": "int8", "num_kv_heads": 1}),
+    "v7x_e4m3_f32": (
+        "v7x",
+        {"pool_dtype": "float8_e4m3fn", "dtype": "float32", "block_size": 256, "num_kv_heads": 1},
+    ),
 }
 
 
@@ -118,13 +133,16 @@ def test_an_illegal_tile_is_refused_by_the_compiler(monkeypatch):
         compile_step("v5e", block_size=1024, num_kv_heads=8)
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
-def test_a_whole_serving_step_leaves_the_pool_where_it_is(chip):
+@pytest.mark.parametrize(
+    ("chip", "dtype"),
+    [("v5e", "bfloat16"), ("v6e", "bfloat16"), ("v5e", "int8"), ("v6e", "float8_e4m3fn")],
+)
+def test_a_whole_serving_step_leaves_the_pool_where_it_is(chip, dtype):
     """Layers of Llama's shape under `lax.scan`, chunks and decodes in one step."""
     device = aot.tpu_device(chip)
     backend = TpuBackend().for_device(device.device_kind)
     layers, heads, kv_heads, size, width = 4, 16, 4, 128, 2048
-    spec = KVSpec(layers, 1024, 32, kv_heads, size, jnp.dtype("bfloat16"))
+    spec = KVSpec(layers, 1024, 32, kv_heads, size, jnp.dtype(dtype))
     layout = backend.layout(spec)
 
     def step(pool, weights, x, attn):
@@ -161,12 +179,12 @@ def test_a_whole_serving_step_leaves_the_pool_where_it_is(chip):
         attn_shapes(32, 2, 128, 64),
         donate_argnums=0,
     )
-    assert layout.num_bytes == 256 * MIB
+    assert layout.num_bytes == {2: 256, 1: 128 + 16}[spec.dtype.itemsize] * MIB
     assert compiled.alias_bytes >= layout.num_bytes
     assert compiled.temporary_bytes < 16 * MIB
     hlo = compiled.program.as_text()
-    slab = "x".join(map(str, layout.arrays[0].shape))
-    pool_type = f"bf16[{slab.replace('x', ',')}]"
-    assert pool_type in hlo
-    copies = [line for line in hlo.splitlines() if " copy(" in line and pool_type in line]
-    assert not copies
+    for array in layout.arrays:
+        pool_type = f"[{','.join(map(str, array.shape))}]"
+        assert pool_type in hlo
+        copies = [line for line in hlo.splitlines() if " copy(" in line and pool_type in line]
+        assert not copies

@@ -22,20 +22,34 @@ DTYPES = {  # of the queries and of the pool
     "f32_bf16": ("float32", "bfloat16"),
     "bf16_f32": ("bfloat16", "float32"),
 }
-CASES = pairwise(
+OF_BYTES = {
+    "bf16_int8": ("bfloat16", "int8"),
+    "f32_e4m3": ("float32", "float8_e4m3fn"),
+    "bf16_e5m2": ("bfloat16", "float8_e5m2"),
+}
+FACTORS = {
+    "head_size": (64, 80, 96, 128, 256),
+    "heads": ((4, 2), (3, 3), (5, 1)),  # H, K: groups of 2, 1 and 5; K odd and even
+    "block_size": (8, 16, 32, 64, 256),
+    "dtype": tuple(DTYPES),
+    # Interpreted, a fetch has 128 keys, a tile of them 64, a tile of queries 32.
+    "rows": ("decode", "prefill"),
+    "window": (None, 1, 20),
+    "softcap": (None, 5.0),
+    "sinks": (False, True),
+    "scales": (False, True),
+}
+CASES = pairwise(FACTORS, seed=6)
+# What a byte a value changes: rows and lanes of slabs, lines of scales, what is cleared.
+CASES += pairwise(
     {
-        "head_size": (64, 80, 96, 128, 256),
-        "heads": ((4, 2), (3, 3), (5, 1)),  # H, K: groups of 2, 1 and 5; K odd and even
-        "block_size": (8, 16, 32, 64, 256),
-        "dtype": tuple(DTYPES),
-        # Interpreted, a fetch has 128 keys, a tile of them 64, a tile of queries 32.
+        "head_size": (64, 128),
+        "heads": ((4, 2), (3, 3), (8, 8)),
+        "block_size": (16, 256),
+        "dtype": tuple(OF_BYTES),
         "rows": ("decode", "prefill"),
-        "window": (None, 1, 20),
-        "softcap": (None, 5.0),
-        "sinks": (False, True),
-        "scales": (False, True),
-    },
-    seed=6,
+        "window": (None, 20),
+    }
 )
 ROWS = {
     "decode": Rows(decodes=(1, 63, 150)),
@@ -53,7 +67,7 @@ def name_of(case: dict[str, Any]) -> str:
 
 def case_of(case: dict[str, Any]) -> tuple[Shape, Rows, dict[str, Any]]:
     num_heads, num_kv_heads = case["heads"]
-    dtype, pool_dtype = DTYPES[case["dtype"]]
+    dtype, pool_dtype = (DTYPES | OF_BYTES)[case["dtype"]]
     decode = case["rows"] == "decode"
     block_size = case["block_size"]
     shape = Shape(
@@ -69,10 +83,10 @@ def case_of(case: dict[str, Any]) -> tuple[Shape, Rows, dict[str, Any]]:
         dtype=dtype,
         pool_dtype=pool_dtype,
     )
-    scoring = {name: case[name] for name in ("window", "softcap") if case[name]}
-    if case["sinks"]:
+    scoring = {name: case[name] for name in ("window", "softcap") if case.get(name)}
+    if case.get("sinks"):
         scoring["sinks"] = np.linspace(-2, 3, num_heads, dtype=np.float32)
-    if case["scales"]:
+    if case.get("scales"):
         scoring["k_scale"] = np.linspace(0.2, 1.5, num_kv_heads, dtype=np.float32)
         scoring["v_scale"] = np.linspace(0.5, 2, num_kv_heads, dtype=np.float32)
     return shape, ROWS[case["rows"]], scoring
@@ -165,25 +179,29 @@ def test_block_tables_larger_than_scalar_memory_are_split(monkeypatch):
         run_step("tpu", shape._replace(num_blocks=shape.num_blocks + 2), step, **scoring)
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8", "float8_e4m3fn", "float8_e5m2"])
 def test_both_ways_to_load_rows_give_the_same_bits(stored):
     """The only function that differs between interpreted and compiled kernels."""
     dtype = jnp.dtype(stored)
     slab = Slab(3, 128, dtype)
     bits = np.random.default_rng(0).integers(0, 256, (16, *slab.shape, dtype.itemsize), np.uint8)
-    slabs = jnp.asarray(bits.view(dtype)[..., 0])
-    slabs = jnp.where(jnp.isfinite(slabs.astype(jnp.float32)), slabs, jnp.zeros_like(slabs))
+    values = bits.view(dtype)[..., 0]
+    wide = values.astype(np.float32)
+    least = float(jnp.finfo(dtype).smallest_normal) if jnp.issubdtype(dtype, jnp.floating) else 0
+    stored_ones = np.isfinite(wide) & (np.abs(wide) >= least)  # see `quantized_kv.encode`
+    values = np.where(stored_ones, values, np.zeros_like(values))
+    slabs = jnp.asarray(values.view(slab.stored))
 
     def rows(loads):
         def kernel(ref, out):
             for row in range(slab.num_rows):
-                out[row] = tpu_loads.load_rows(ref, range(row, row + 1), jnp.float32, loads)
+                out[row] = tpu_loads.load_rows(ref, range(row, row + 1), dtype, jnp.float32, loads)
 
         shape = jax.ShapeDtypeStruct((slab.num_rows, 16, 128), jnp.float32)
         return pl.pallas_call(kernel, out_shape=shape, interpret=True)(slabs)
 
     words, packing, lanes = slab.shape
-    expected = np.asarray(slabs.astype(jnp.float32)).reshape(16, words * packing, lanes)
+    expected = values.astype(np.float32).reshape(16, words * packing, lanes)
     for loads in ("strided", "plain"):
         np.testing.assert_array_equal(rows(loads), expected.swapaxes(0, 1)[: slab.num_rows])
 
@@ -197,8 +215,8 @@ def test_auto_takes_it_on_a_tpu_and_xla_where_it_cannot():
     assert reason == "tpu: auto, made for 'TPU v5 lite'"
     for change, why in (
         ({"dtype": jnp.dtype("float16")}, "a pool of dtype float16"),
-        ({"dtype": jnp.dtype("int8")}, "a pool of dtype int8"),
         ({"block_size": 12}, "block_size=12"),
+        ({"block_size": 24, "dtype": jnp.dtype("int8")}, "block_size=24 with dtype int8"),
     ):
         spec = SPEC._replace(**change)
         backend, reason = choose_backend("auto", "TPU v5 lite", [SPEC, spec])
@@ -207,6 +225,17 @@ def test_auto_takes_it_on_a_tpu_and_xla_where_it_cannot():
         by_name, _ = choose_backend("tpu", "TPU v5 lite")
         with pytest.raises(ValueError, match=f"the tpu back end cannot take {why}"):
             by_name.layout(spec)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+def test_a_pool_of_bytes_is_half_of_one_of_bfloat16(dtype):
+    """And its scales an eighth of it at most, in blocks of 64 and more."""
+    backend = TpuBackend()
+    for block_size, share in ((64, 0.54), (128, 0.52), (256, 0.52)):
+        spec = KVSpec(2, 8, block_size, 8, 128, jnp.dtype("bfloat16"))
+        whole = backend.layout(spec).num_bytes
+        small = backend.layout(spec._replace(dtype=jnp.dtype(dtype))).num_bytes
+        assert whole / 2 < small < share * whole
 
 
 def test_where_there_is_no_tpu_it_is_interpreted():

@@ -14,7 +14,14 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import TpuBackend, register_backend, registry, tpu_attention, tpu_kernel
+from pallas_kernels import (
+    TpuBackend,
+    register_backend,
+    registry,
+    tpu_attention,
+    tpu_kernel,
+    tpu_write,
+)
 from pallas_kernels.tpu_tuning import INTERPRETED
 from tests import test_kernels_contract as contract
 from tests.kernel_steps import Rows, Shape, make_step, run_step
@@ -49,7 +56,14 @@ CASES = {
         {"sinks": np.array([-1, 2], np.float32)},
         INTERPRETED,
     ),
+    "decode_int8": (DECODE._replace(pool_dtype="int8"), DECODES, {}, INTERPRETED),
     "prefill": (PREFILL, CHUNKS, {}, INTERPRETED),
+    "prefill_e4m3_two_cores": (
+        PREFILL._replace(dtype="bfloat16", pool_dtype="float8_e4m3fn"),
+        CHUNKS,
+        {},
+        TWO_CORES,
+    ),
     "prefill_window_two_cores": (PREFILL, CHUNKS, {"window": 20}, TWO_CORES),
 }
 MODES = ("on_wait", "eager")
@@ -129,6 +143,21 @@ def no_clearing(monkeypatch):
     monkeypatch.setattr(tpu_kernel, "_clear_unseen", lambda *_: None)
 
 
+def no_scales(monkeypatch):
+    """Bytes come, their scales do not."""
+    copies = tpu_kernel._copies
+    monkeypatch.setattr(tpu_kernel, "_copies", lambda *args: copies(*args)[:1])
+
+
+def own_lines(monkeypatch):
+    """Each token reads, changes and writes the scales around it, whoever else does."""
+    monkeypatch.setattr(
+        tpu_write,
+        "_first_of_line",
+        lambda index, _: jnp.arange(index.shape[0], dtype=jnp.int32) % tpu_write.LANES,
+    )
+
+
 # (mistake, case, what each mode must notice)
 MISTAKES = {
     "no_wait": (no_wait, "decode", {"on_wait": {"values"}, "eager": {"race"}}),
@@ -136,6 +165,8 @@ MISTAKES = {
     "wide_window": (wide_window, "decode_window", {"on_wait": {"values"}}),
     "next_row": (next_row, "decode", {"on_wait": {"values"}}),
     "no_clearing": (no_clearing, "decode", {"on_wait": {"values"}}),
+    "no_scales": (no_scales, "decode_int8", {"on_wait": {"values"}}),
+    "own_lines": (own_lines, "decode_int8", {"eager": {"values"}}),
 }
 
 
