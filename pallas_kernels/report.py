@@ -1,5 +1,6 @@
 """`python -m pallas_kernels.report`: what the kernels must move and multiply, beside what each chip
-can. With `--compile` also what XLA and ptxas make of the Hopper kernel, for which no GPU is needed.
+can. With `--compile` also what the compilers make of them, for which no accelerator is needed:
+`--compile tpu`, `--compile gpu`, or both.
 """
 
 import argparse
@@ -8,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
+from pallas_kernels.gpu import GpuBackend
 from pallas_kernels.gpu_tuning import ROW_TILE_LEN, tune
 from pallas_kernels.pool import KVSpec
 from pallas_kernels.roofline import CHIPS, Work, attention_work
@@ -68,17 +70,19 @@ def tile_table(chip_name: str = "h200") -> Iterator[Sequence[str]]:
             )
 
 
-def compile_table(chip_name: str = "h200") -> Iterator[Sequence[str]]:
+def gpu_compile_table(chip_name: str = "h200") -> Iterator[Sequence[str]]:
     """What the assembler says of each kernel; raises where the compilers are not installed."""
     from pallas_kernels import aot_gpu
-    from pallas_kernels.gpu_shapes import attention_program
+    from pallas_kernels.step_shapes import attention_program
 
     if reason := aot_gpu.why_no_gpu_compiler():
         raise SystemExit(reason)
     yield ("kernel", "D", "compile s", "registers", "spilled B", "temporaries MiB", "pool in place")
-    for kind, rows in (("decode", {"decode_rows": 64}), ("prefill", {"chunk_tokens": 2048})):
+    for kind, decode_rows, chunk_tokens in (("decode", 64, 0), ("prefill", 0, 2048)):
         for head_size in HEAD_SIZES:
-            program, args, pool_bytes = attention_program(head_size, **rows)
+            program, args, pool_bytes = attention_program(
+                GpuBackend(), head_size, decode_rows=decode_rows, chunk_tokens=chunk_tokens
+            )
             compiled, (kernel,) = aot_gpu.compile_for_gpu(
                 chip_name, program, *args, donate_argnums=0
             )
@@ -93,6 +97,16 @@ def compile_table(chip_name: str = "h200") -> Iterator[Sequence[str]]:
             )
 
 
+def tpu_compile_table() -> Iterator[Sequence[str]]:
+    """What the compiler says of the TPU's kernel on each chip."""
+    from pallas_kernels import report_tpu
+
+    return report_tpu.compile_table()
+
+
+COMPILE_TABLES = {"tpu": tpu_compile_table, "gpu": gpu_compile_table}
+
+
 def markdown(rows: Iterator[Sequence[str]]) -> str:
     head, *body = (f"| {' | '.join(row)} |" for row in rows)
     return "\n".join([head, "|--" * (head.count("|") - 1) + "|", *body])
@@ -100,12 +114,19 @@ def markdown(rows: Iterator[Sequence[str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.report", description=__doc__)
-    parser.add_argument("--compile", action="store_true", help="compile for a Hopper GPU, too")
+    parser.add_argument(
+        "--compile",
+        nargs="*",
+        choices=COMPILE_TABLES,
+        metavar="KIND",
+        help="compile, too: for tpu, gpu, or both (some minutes)",
+    )
     arguments = parser.parse_args()
     print(markdown(roofline_table()), "\n")
     print(markdown(tile_table()))
-    if arguments.compile:
-        print("\n" + markdown(compile_table()))
+    if arguments.compile is not None:
+        for kind in arguments.compile or COMPILE_TABLES:
+            print("\n" + markdown(COMPILE_TABLES[kind]()))
 
 
 if __name__ == "__main__":

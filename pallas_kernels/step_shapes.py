@@ -1,4 +1,4 @@
-"""One layer's write and attention on a GPU, as a function and the shapes of its arguments."""
+"""One layer's write and attention, as a function and the shapes of its arguments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,19 +6,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gpu import GpuBackend
 from pallas_kernels.metadata import GroupMetadata
 from pallas_kernels.pool import KVPool, KVSpec
+from pallas_kernels.registry import Backend
 from pallas_kernels.scoring import Scoring
 
 
 def attention_program(
-    head_size: int, *, decode_rows: int = 0, chunk_tokens: int = 0, table_width: int = 256
+    backend: Backend,
+    head_size: int,
+    *,
+    dtype: str = "bfloat16",
+    block_size: int = 16,
+    decode_rows: int = 0,
+    chunk_tokens: int = 0,
+    table_width: int = 256,
 ) -> tuple[Callable[..., Any], tuple[Any, ...], int]:
-    """For 32 heads over 8 KV heads in bfloat16: a function `(pool, q, k, v, attn)`, the shapes of
-    its arguments, and the pool's size in bytes."""
-    backend = GpuBackend()
-    spec = KVSpec(2, 4096, 16, 8, head_size, jnp.dtype("bfloat16"))
+    """For 32 heads in bfloat16 over 8 KV heads in a pool of `dtype`: a function
+    `(pool, q, k, v, attn)`, the shapes of its arguments, and the pool's size in bytes."""
+    spec = KVSpec(2, 4096, block_size, 8, head_size, jnp.dtype(dtype))
     layout = backend.layout(spec)
     layer = jnp.int32(1)
 
@@ -41,6 +47,6 @@ def attention_program(
         integers(),
         integers(),
     )
-    q = jax.ShapeDtypeStruct((tokens, 32, head_size), spec.dtype)
-    kv = jax.ShapeDtypeStruct((tokens, 8, head_size), spec.dtype)
+    q = jax.ShapeDtypeStruct((tokens, 32, head_size), jnp.bfloat16)
+    kv = jax.ShapeDtypeStruct((tokens, 8, head_size), jnp.bfloat16)
     return program, (KVPool(layout.arrays, spec), q, kv, kv, attn), layout.num_bytes
