@@ -12,6 +12,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+# JAX before 0.11 wants an index; later ones warn of it.
+_WHOLE: tuple[tuple[()], ...] = ((),) if jax.__version_info__ < (0, 11) else ()
+
+
+def _load(ref, *, layout, optimized: bool = True) -> jax.Array:
+    return plgpu.load(ref, *_WHOLE, layout=layout, optimized=optimized)
+
 
 @dataclass(frozen=True)
 class Wgmma:
@@ -19,22 +26,22 @@ class Wgmma:
 
     def row_vector(self, ref) -> jax.Array:
         """`[M]` in shared memory, each value with the thread that holds its row."""
-        return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        return _load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
     def column_vector(self, ref) -> jax.Array:
         """`[J]` in shared memory, each value with the threads that hold its column."""
-        return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        return _load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
 
     def widen(self, bytes_ref, scales_ref, dtype: jnp.dtype, wide_ref) -> None:
         """Numbers of one byte, `[J, D]` in shared memory, times `[J]` scales, in bfloat16."""
         # A thread takes four bytes, which are the numbers that it writes.
         layout = plgpu.Layout.WGMMA_UPCAST_2X
-        scales = plgpu.load(scales_ref, (), layout=layout.reduce(1), optimized=False)
+        scales = _load(scales_ref, layout=layout.reduce(1), optimized=False)
         num_columns = bytes_ref.shape[1]
         width = min(num_columns, 128)  # at a time, for want of registers
         for column in range(0, num_columns, width):
             part = (slice(None), pl.ds(column, min(width, num_columns - column)))
-            narrow = plgpu.load(bytes_ref.at[part], (), layout=layout)
+            narrow = _load(bytes_ref.at[part], layout=layout)
             if dtype != jnp.int8:
                 narrow = lax.bitcast_convert_type(narrow, dtype)
             # The one step that Hopper has for each; either holds all that a byte can.
@@ -57,7 +64,7 @@ class Wgmma:
         """`[M, D]` times `[J, D]` transposed, both in shared memory, in float32."""
 
         def multiply(acc_ref):
-            plgpu.wgmma(acc_ref, q_ref, plgpu.transpose_ref(k_ref, (1, 0)))
+            plgpu.wgmma(acc_ref, q_ref, k_ref.transpose((1, 0)))
             return acc_ref[...]
 
         shape = (q_ref.shape[0], k_ref.shape[0])
