@@ -70,7 +70,7 @@ def why_no_gpu_compiler() -> str | None:
             found = None
         if found is None:
             return f'{package} is not installed: pip install "{package}"'
-    if os.environ.get("JAX_PLATFORMS") != "cpu":
+    if jax.config.jax_platforms != "cpu":
         return "JAX_PLATFORMS must be cpu before JAX is imported"
     return None
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
-from pallas_kernels.gpu import GpuBackend
 from pallas_kernels.gpu_tuning import ROW_TILE_LEN, tune
 from pallas_kernels.pool import KVSpec
 from pallas_kernels.roofline import CHIPS, Work, attention_work
@@ -70,31 +69,18 @@ def tile_table(chip_name: str = "h200") -> Iterator[Sequence[str]]:
             )
 
 
-def gpu_compile_table(chip_name: str = "h200") -> Iterator[Sequence[str]]:
-    """What the assembler says of each kernel; raises where the compilers are not installed."""
-    from pallas_kernels import aot_gpu
-    from pallas_kernels.step_shapes import attention_program
+def gpu_compile_table() -> Iterator[Sequence[str]]:
+    """What the assembler says of the Hopper kernel."""
+    from pallas_kernels import report_gpu
 
-    if reason := aot_gpu.why_no_gpu_compiler():
-        raise SystemExit(reason)
-    yield ("kernel", "D", "compile s", "registers", "spilled B", "temporaries MiB", "pool in place")
-    for kind, decode_rows, chunk_tokens in (("decode", 64, 0), ("prefill", 0, 2048)):
-        for head_size in HEAD_SIZES:
-            program, args, pool_bytes = attention_program(
-                GpuBackend(), head_size, decode_rows=decode_rows, chunk_tokens=chunk_tokens
-            )
-            compiled, (kernel,) = aot_gpu.compile_for_gpu(
-                chip_name, program, *args, donate_argnums=0
-            )
-            yield (
-                kind,
-                f"{head_size}",
-                f"{compiled.lower_s + compiled.compile_s:.1f}",
-                f"{kernel.registers}",
-                f"{kernel.spill_bytes}",
-                f"{compiled.temporary_bytes / 2**20:.0f}",
-                "yes" if compiled.alias_bytes == pool_bytes else "no",
-            )
+    return report_gpu.compile_table()
+
+
+def gpu_generation_table() -> Iterator[Sequence[str]]:
+    """Which path each generation of GPUs gets."""
+    from pallas_kernels import report_gpu
+
+    return report_gpu.generation_table()
 
 
 def tpu_compile_table() -> Iterator[Sequence[str]]:
@@ -104,7 +90,10 @@ def tpu_compile_table() -> Iterator[Sequence[str]]:
     return report_tpu.compile_table()
 
 
-COMPILE_TABLES = {"tpu": tpu_compile_table, "gpu": gpu_compile_table}
+COMPILE_TABLES = {
+    "tpu": (tpu_compile_table,),
+    "gpu": (gpu_compile_table, gpu_generation_table),
+}
 
 
 def markdown(rows: Iterator[Sequence[str]]) -> str:
@@ -126,7 +115,8 @@ def main() -> None:
     print(markdown(tile_table()))
     if arguments.compile is not None:
         for kind in arguments.compile or COMPILE_TABLES:
-            print("\n" + markdown(COMPILE_TABLES[kind]()))
+            for table in COMPILE_TABLES[kind]:
+                print("\n" + markdown(table()), flush=True)
 
 
 if __name__ == "__main__":

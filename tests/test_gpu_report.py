@@ -1,8 +1,9 @@
 """What is said of the kernels without running them: the roofline and the report."""
 
+import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import report
+from pallas_kernels import KVSpec, report, report_gpu
 from pallas_kernels.roofline import CHIPS, attention_work
 
 
@@ -31,3 +32,20 @@ def test_the_report_has_a_line_for_every_chip_and_every_kernel():
     assert len(tiles) == 1 + 2 * len(report.HEAD_SIZES)
     assert {len(row) for row in tiles} == {len(tiles[0])}
     assert report.markdown(iter(tiles[:2])).splitlines()[1] == "|--" * len(tiles[0]) + "|"
+
+
+@pytest.mark.parametrize("dtype", report_gpu.DTYPES)
+def test_the_hopper_kernel_can_reach_most_of_the_memorys_rate_by_its_schedule(dtype):
+    for head_size in report_gpu.HEAD_SIZES:
+        spec = KVSpec(2, 4096, 32, 8, head_size, jnp.dtype(dtype))
+        config, share = report_gpu.static_share("decode", spec, "h200")
+        assert (config.wide_slots > 0) == (spec.dtype.itemsize == 1)
+        # Of bytes a head of 80 is stored as 96, and each token has two scales of four bytes.
+        assert (0.7 if spec.dtype.itemsize == 1 else 0.95) < share <= 1
+
+
+def test_a_prefill_wastes_little_of_the_matrix_unit():
+    spec = KVSpec(2, 4096, 16, 8, 128, jnp.dtype("bfloat16"))
+    config, share = report_gpu.static_share("prefill", spec, "h200")
+    assert config.rows == 128
+    assert 0.9 < share <= 1  # the rest is masked: tiles on the diagonal
