@@ -26,6 +26,13 @@ def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[s
     return cases
 
 
+def drawn(factors: Mapping[str, Sequence[Any]], count: int, seed: int) -> list[dict[str, Any]]:
+    """So many different cases of all that there are; the same for the same seed."""
+    product = list(itertools.product(*factors.values()))
+    chosen = random.Random(seed).sample(product, count)
+    return [dict(zip(factors, levels, strict=True)) for levels in chosen]
+
+
 def all_pairs(factors: Mapping[str, Sequence[Any]]) -> set[tuple[tuple[str, int], ...]]:
     numbered = [[(name, i) for i in range(len(levels))] for name, levels in factors.items()]
     return {

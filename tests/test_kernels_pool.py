@@ -138,7 +138,7 @@ def test_blocks_go_out_and_come_back_elsewhere(backend):
         np.testing.assert_array_equal(new, old[[0, 1, 3, 3, 4, 1]])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "tpu"])
 def test_a82_blocks_outside_the_pool_are_neither_copied_nor_written(backend):
     pool = numbered_pool(backend)
     before = blocks_of(backend, pool)
@@ -199,7 +199,7 @@ def test_a83_a_step_over_a_very_large_pool_has_no_wide_index(backend):
     check_very_large_pool(backend, "float32")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "tpu"])
 @pytest.mark.parametrize(
     ("change", "message"),
     [

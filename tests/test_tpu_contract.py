@@ -14,7 +14,7 @@ from pallas_kernels.tpu_slab import Slab
 from tests import test_kernels_contract as contract
 from tests import test_kernels_pool as pools
 from tests.kernel_steps import Rows, Shape, make_step, run_step
-from tests.pairwise import pairwise
+from tests.pairwise import drawn, pairwise
 
 DTYPES = {  # of the queries and of the pool
     "f32": ("float32", "float32"),
@@ -51,6 +51,8 @@ CASES += pairwise(
         "window": (None, 20),
     }
 )
+# Of the 25,200 of the full product, some minutes' worth.
+MORE_CASES = drawn(FACTORS | {"dtype": (*DTYPES, *OF_BYTES)}, 100, seed=0)
 ROWS = {
     "decode": Rows(decodes=(1, 63, 150)),
     "prefill": Rows(chunks=((33, 33), (1, 129))),
@@ -92,8 +94,7 @@ def case_of(case: dict[str, Any]) -> tuple[Shape, Rows, dict[str, Any]]:
     return shape, ROWS[case["rows"]], scoring
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_attention_is_that_of_float64(case):
+def check_case(case: dict[str, Any]) -> None:
     """Over permuted blocks; whatever is no key of a row is NaN."""
     shape, rows, scoring = case_of(case)
     step = make_step(shape, rows)
@@ -103,8 +104,20 @@ def test_attention_is_that_of_float64(case):
     assert (out[np.all(expected == 0, axis=(1, 2))] == 0).all()
 
 
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_attention_is_that_of_float64(case):
+    check_case(case)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", MORE_CASES, ids=name_of)
+def test_attention_is_that_of_float64_in_more_cases(case):
+    check_case(case)
+
+
 def test_there_are_as_many_cases_as_promised():
     assert len(CASES) >= 24
+    assert len(MORE_CASES) == 100
 
 
 def test_a11_writing_replaces_what_was_in_the_slot():
