@@ -12,6 +12,7 @@ from paged_jax.attention import PagedAttend, dense, discover_layers
 from paged_jax.errors import ModelLoadError
 from paged_jax.layers import Embedding, Linear, linear
 from paged_jax.models import ServedModel, from_linen, from_nnx
+from paged_jax.sharding import Split
 from pallas_kernels import KVPool, KVSpec, get_backend
 from tests.linen_models import Decoder, unrolled_params
 from tests.paged_steps import DECODE_ROWS, paged_step, random_rows
@@ -130,7 +131,11 @@ def test_nnx_module_serves_what_it_computes():
     module = OneLayer()
     model = from_nnx(module, max_position=99)
     assert not module.dropout.deterministic  # training goes on
-    assert model[3:] == (50, 16, 99, None, (("qkv", "weight"),))
+    assert (model.vocab_size, model.hidden_size, model.max_position) == (50, 16, 99)
+    assert model.num_layers is None
+    assert model.linears == (("qkv", "weight"),)
+    assert model.experts == ()
+    assert model.splits == {("embed", "weight"): Split(0)}  # of the layers that say it
     assert set(model.params) == {"embed", "qkv"}  # only what is trained
     tokens = jnp.asarray(SEQUENCES[0])
     module.eval()
