@@ -185,7 +185,7 @@ def test_what_cannot_be_quantized_is_refused_by_name(model):
         quantize(draw(4, 20), "int4")
 
 
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.sweep)])
 def test_a_small_kv_cache_gives_the_same_whatever_happens_to_its_blocks(dtype, model):
     """A token's bytes depend on itself alone: not on chunks, neighbours, caching or swapping."""
     jobs = {f"r{i}": (PROMPT[i:] + PROMPT[: 2 * i], GREEDY) for i in range(3)}

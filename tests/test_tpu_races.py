@@ -67,6 +67,12 @@ CASES = {
     "prefill_window_two_cores": (PREFILL, CHUNKS, {"window": 20}, TWO_CORES),
 }
 MODES = ("on_wait", "eager")
+SWEPT = {("decode_int8", "on_wait"), ("prefill_e4m3_two_cores", "eager")}
+RUNS = [
+    pytest.param(case, mode, marks=[pytest.mark.sweep] if (case, mode) in SWEPT else [])
+    for case in CASES
+    for mode in MODES
+]
 
 
 @pytest.fixture
@@ -100,8 +106,7 @@ def run(monkeypatch) -> Callable[..., set[str]]:
     return run
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "mode"), RUNS)
 def test_there_is_no_race_and_no_value_is_wrong(run, case, mode):
     assert run(case, mode) == set()
 
