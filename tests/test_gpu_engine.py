@@ -25,12 +25,12 @@ def model(tmp_path_factory):
     return load_model(directory, dtype="bfloat16")
 
 
-def greedy_tokens(model, backend: str, kv_cache_dtype: str = "bfloat16") -> list[int]:
+def greedy_tokens(model, backend: str) -> list[int]:
     """Of a prompt of two blocks, computed in two chunks; then a few steps of one token."""
     config = EngineConfig(
         model="test",
         attention_backend=backend,
-        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_dtype="bfloat16",
         block_size=8,
         num_blocks=9,
         max_model_len=64,
