@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from paged_jax.checkpoint import convert_gguf, gguf_file, open_checkpoint
 from paged_jax.checkpoint.gguf_families import FAMILIES, Family
 from paged_jax.checkpoint.gguf_file import GGUFFile
-from paged_jax.checkpoint.gguf_tokenizer import build_tokenizer
+from paged_jax.checkpoint.gguf_tokenizer import SPLITS, build_tokenizer
 from paged_jax.errors import ModelLoadError
 from paged_jax.tokenizer import load_tokenizer
 from tests.tiny_gguf import (
@@ -453,7 +453,7 @@ UNICODE = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 WORDY = st.lists(st.sampled_from([*"".join(TEXTS), " ", "12", "\n", "'s", "DON'T"])).map("".join)
 
 
-@pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "gpt-2"])
+@pytest.mark.parametrize("pre", sorted(SPLITS.keys() - {"default"}))
 def test_byte_level_tokens_are_those_of_the_published_tokenizers(pre):
     original = trained_byte_level(pre)
     rebuilt = build_tokenizer(byte_level_metadata(original, pre) | {"tokenizer.ggml.pre": pre})
@@ -473,9 +473,9 @@ def test_byte_level_tokens_are_those_of_the_published_tokenizers(pre):
 
 def test_the_splits_differ():
     """So that the test above cannot pass with any of them."""
-    text = "Don't 1234  x\n\nÅ"
+    text = "Don't 1234 isOK  x/\n\nÅ"
     ids = {}
-    for pre in ("smollm", "llama-bpe", "qwen2", "gpt-2", "default"):
+    for pre in ("smollm", "llama-bpe", "qwen2", "gpt-2", "gpt-4o", "tekken", "default"):
         metadata = byte_level_metadata(trained_byte_level("gpt-2", 500), pre)
         rebuilt = build_tokenizer(metadata)
         words = rebuilt.pre_tokenizer.pre_tokenize_str(text)
@@ -490,7 +490,7 @@ def test_digits_of_smollm_stand_alone_and_default_takes_three():
         assert [word for word, _ in words] == expected
 
 
-@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("gpt-2", False)])
+@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("dbrx", False)])
 def test_a_word_that_is_a_token_stays_whole_in_llama_bpe(pre, whole):
     metadata = byte_level_metadata(trained_byte_level(pre), pre)
     metadata["tokenizer.ggml.tokens"] += ["Ġzqx"]  # no merge leads to it
@@ -584,7 +584,7 @@ def test_sentencepiece_without_a_space_in_front():
 
 TOKENIZER_DAMAGE = {
     "model": ({"tokenizer.ggml.model": "bert"}, "'bert'; known are gpt2, llama"),
-    "pre": ({"tokenizer.ggml.pre": "tekken"}, "'tekken'; known are default, gpt-2"),
+    "pre": ({"tokenizer.ggml.pre": "bloom"}, "'bloom'; known are dbrx, deepseek"),
     "no tokens": ({"tokenizer.ggml.tokens": None}, "tokens is missing"),
     "a token twice": ({"tokenizer.ggml.tokens": ["a", "a"]}, "twice"),
     "eos outside": ({"tokenizer.ggml.eos_token_id": 400}, "eos_token_id is 400"),

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from paged_jax.attention import dense
 from paged_jax.checkpoint import convert_gguf
 from paged_jax.checkpoint.gguf_families import FAMILIES
+from paged_jax.errors import ModelLoadError
 from paged_jax.models import load_model
 from tests.tiny_gguf import byte_level_metadata, interleaved, trained_byte_level, write_gguf
 
@@ -45,6 +46,24 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {"attention.layer_norm_rms_epsilon": 1e-5}),
     "granite": ("granite", MULTIPLIERS),
     "smollm3": ("smollm3", {"rope.freq_base": 2e6}),
+    "gpt2": ("gpt2", {}),
+    "gpt-oss": (
+        "gpt-oss",
+        {
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "attention.sliding_window": 16,
+            "expert_count": 4,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 32,
+            "rope.freq_base": 150000.0,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 32.0,
+            "rope.scaling.original_context_length": 4096,
+            "rope.scaling.yarn_beta_fast": 32.0,
+            "rope.scaling.yarn_beta_slow": 1.0,
+        },
+    ),
     "mixtral": ("llama", {"rope.freq_base": 1e6, "expert_count": 4, "expert_used_count": 2}),
     "qwen3-moe": (
         "qwen3moe",
@@ -61,7 +80,23 @@ EXPERTS = {"w1": "gate", "w2": "down", "w3": "up"}
 
 
 def file_keys(config: dict, architecture: str, extra: dict[str, Any]) -> dict[str, Any]:
-    keys = {
+    keys = gpt2_keys(config) if architecture == "gpt2" else rotary_keys(config)
+    return {f"{architecture}.{key}": value for key, value in (keys | extra).items()}
+
+
+def gpt2_keys(config: dict) -> dict[str, Any]:
+    return {
+        "block_count": config["n_layer"],
+        "context_length": config["n_positions"],
+        "embedding_length": config["n_embd"],
+        "feed_forward_length": 4 * config["n_embd"],
+        "attention.head_count": config["n_head"],
+        "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+    }
+
+
+def rotary_keys(config: dict) -> dict[str, Any]:
+    return {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
@@ -70,15 +105,17 @@ def file_keys(config: dict, architecture: str, extra: dict[str, Any]) -> dict[st
         "attention.head_count_kv": config["num_key_value_heads"],
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "rope.freq_base": 10000.0,
-        **extra,
     }
-    return {f"{architecture}.{key}": value for key, value in keys.items()}
 
 
 def file_tensors(config: dict, tensors: dict, architecture: str) -> dict[str, np.ndarray]:
     """Under the library's names; rows of q and k and the weights of norms as the file has them."""
     kind = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
-    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(kind, config.get("num_hidden_layers") or config["n_layer"])
+    if architecture == "gpt2":
+        tensors = {name: array.T if ".c_" in name else array for name, array in tensors.items()}
+    if architecture == "gpt-oss":
+        tensors = experts_apart(tensors)
     out = {}
     stacked: dict[str, dict[int, np.ndarray]] = {}
     for name, array in tensors.items():
@@ -88,7 +125,7 @@ def file_tensors(config: dict, tensors: dict, architecture: str) -> dict[str, np
                     array = interleaved(array, config[f"num_{heads}_heads"])
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             array = array + 1
-        if ".experts." in name:  # stacked, expert by expert
+        if ".experts." in name and architecture != "gpt-oss":  # stacked, expert by expert
             layer, expert, part = re.search(r"layers\.(\d+).*experts\.(\d+)\.(\w+)", name).groups()
             part = EXPERTS.get(part, part.removesuffix("_proj"))
             stacked.setdefault(f"blk.{layer}.ffn_{part}_exps.weight", {})[int(expert)] = array
@@ -102,6 +139,25 @@ def file_tensors(config: dict, tensors: dict, architecture: str) -> dict[str, np
     for key in ("long", "short"):
         if f"{key}_factor" in scaling:
             out[f"rope_factors_{key}.weight"] = np.float32(scaling[f"{key}_factor"])
+    return out
+
+
+def experts_apart(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """gpt-oss with gate and up by themselves, `[experts, out, in]`, and every name with an end."""
+    out = {}
+    for name, array in tensors.items():
+        owner, _, end = name.rpartition(".")
+        kind = "bias" if end.endswith("_bias") else "weight"
+        end = end.removesuffix("_bias")
+        if owner.endswith(".experts") and kind == "weight":
+            array = array.swapaxes(1, 2)
+        if end == "gate_up_proj":
+            out[f"{owner}.gate_proj.{kind}"] = array[:, 0::2]
+            out[f"{owner}.up_proj.{kind}"] = array[:, 1::2]
+        elif end in ("down_proj", "sinks"):
+            out[f"{owner}.{end}.{kind}"] = array
+        else:
+            out[name] = array
     return out
 
 
@@ -132,6 +188,34 @@ def test_a74_a_file_of_the_family_gives_the_published_logits(tmp_path, token_met
     hidden = model.apply(model.params, ids, positions, dense(jnp.zeros_like(ids)))
     got = np.asarray(model.logits(model.params, hidden))[np.array(golden["logits_rows"])]
     np.testing.assert_allclose(got, golden["logits"], atol=2e-4)
+
+
+def test_experts_of_gpt_oss_in_mxfp4_are_read_as_the_library_reads_them(tmp_path, token_metadata):
+    """As published files have them: the experts' matrices in four bits, the rest in float32."""
+    mxfp4 = gguf.GGMLQuantizationType.MXFP4
+    config = json.loads((GOLDENS / "gpt-oss" / "config.json").read_text())
+    whole = file_tensors(config, load_file(GOLDENS / "gpt-oss" / "model.safetensors"), "gpt-oss")
+    metadata = file_keys(config, *FILES["gpt-oss"]) | token_metadata
+    kinds = {name: mxfp4 for name in whole if name.endswith("_exps.weight")}
+    write_gguf(tmp_path / "a.gguf", metadata, whole, architecture="gpt-oss", kinds=kinds)
+    (folder := tmp_path / "folder").mkdir()
+    convert_gguf(tmp_path / "a.gguf", folder)
+    found = load_model(folder, dtype="float32").params["layers"][0]["mlp"]["experts"]
+    for part in ("gate", "up", "down"):
+        matrices = whole[f"blk.0.ffn_{part}_exps.weight"]
+        read = gguf.quants.dequantize(gguf.quants.quantize(matrices, mxfp4), mxfp4)
+        assert 0.01 < np.abs(read - matrices).max() < 0.2
+        np.testing.assert_array_equal(found[f"{part}_proj"], read)
+
+
+def test_a_stack_without_one_of_its_parts_is_refused(tmp_path, token_metadata):
+    config = json.loads((GOLDENS / "gpt-oss" / "config.json").read_text())
+    whole = file_tensors(config, load_file(GOLDENS / "gpt-oss" / "model.safetensors"), "gpt-oss")
+    metadata = file_keys(config, *FILES["gpt-oss"]) | token_metadata
+    del whole["blk.1.ffn_up_exps.weight"]
+    write_gguf(tmp_path / "a.gguf", metadata, whole, architecture="gpt-oss")
+    with pytest.raises(ModelLoadError, match=r"layers\.1\.mlp\.experts\.gate_up_proj' is missing"):
+        convert_gguf(tmp_path / "a.gguf", tmp_path)
 
 
 def test_every_architecture_is_tested():

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -12,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. It's 1234567 o'clock!",
     "def f(x):\n    return x ** 2  # naïve\n\n\n\tprint('don't')",
+    "getHTTPResponse() isn't camelCase / I'LL see; McDonald'S 12345",
     "Grüße aus Köln, 你好世界, привет мир, 🎉🎉 and the the the dog",
 ]
 TEMPLATE = "{% for m in messages %}<|s|>{{ m.role }}\n{{ m.content }}<|e|>\n{% endfor %}"
@@ -23,27 +25,40 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+LOWER, UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SHORTENED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT4O_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{SHORTENED}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{SHORTENED}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 QWEN2_SPLIT = LLAMA3_SPLIT.replace("{1,3}", "")
 
 
 def published_splits(pre: str) -> tuple[list, Any]:
     """The pre-tokenizers and the normalizer in the tokenizer.json of models of that kind."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    if pre == "smollm":
+    if pre in ("smollm", "refact", "starcoder"):
         digits = pre_tokenizers.Digits(individual_digits=True)
         return [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)], None
     if pre == "gpt-2":
         return [pre_tokenizers.ByteLevel(add_prefix_space=False)], None
-    if pre == "llama-bpe":
-        return [pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated"), byte_level], None
-    assert pre == "qwen2"
+    patterns = {"gpt-4o": GPT4O_SPLIT, "tekken": TEKKEN_SPLIT}
+    patterns |= dict.fromkeys(("llama-bpe", "llama3", "dbrx", "smaug-bpe"), LLAMA3_SPLIT)
+    if pre in patterns:
+        return [pre_tokenizers.Split(Regex(patterns[pre]), "isolated"), byte_level], None
+    assert pre in ("qwen2", "deepseek-r1-qwen")
     split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
     return [split, byte_level], normalizers.NFC()
 
 
 def trained_byte_level(pre: str, vocab_size: int = 400) -> Tokenizer:
     """A byte-level BPE with the special tokens <|b|>, <|s|> and <|e|> as ids 0, 1, 2."""
-    tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "llama3", "tekken")))
     splits, normalizer = published_splits(pre)
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -190,8 +205,9 @@ def write_gguf(
     *,
     architecture: str = "llama",
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    kinds: Mapping[str, gguf.GGMLQuantizationType] = MappingProxyType({}),
 ) -> None:
-    """Write a file; matrices are stored as `kind`, vectors as float32."""
+    """Write a file; matrices are stored as `kind`, some as `kinds` says, vectors as float32."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
         if isinstance(value, bool):
@@ -205,10 +221,11 @@ def write_gguf(
         else:
             writer.add_array(key, value)
     for name, array in tensors.items():
-        if array.ndim == 1 or kind == gguf.GGMLQuantizationType.F32:
+        stored = kinds.get(name, kind)
+        if array.ndim == 1 or stored == gguf.GGMLQuantizationType.F32:
             writer.add_tensor(name, array)
         else:
-            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+            writer.add_tensor(name, gguf.quants.quantize(array, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -2,15 +2,15 @@
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from paged_jax.checkpoint.gguf_families import FAMILIES, MIXTRAL, TOP_NAMES, Family, Keys
+from paged_jax.checkpoint.gguf_families import FAMILIES, MIXTRAL, Family, Keys
 from paged_jax.checkpoint.gguf_file import GGUFFile
+from paged_jax.checkpoint.gguf_layout import Origin, Shape, expected_shapes, origins
 from paged_jax.checkpoint.safetensors_file import write_float32
 from paged_jax.errors import ModelLoadError
 from paged_jax.progress import Progress, SilentProgress
@@ -41,20 +41,21 @@ def convert_gguf(
 
     Writes config.json, generation_config.json, model.safetensors, tokenizer.json,
     tokenizer_config.json and, where the file has one, chat_template.jinja. Memory: a few rows of
-    one tensor at a time. Raises ModelLoadError for a file that is damaged, or of an architecture,
-    tensor type or tokenizer that is not known; what was written by then is of no use.
+    one tensor at a time, or a matrix where it must be transposed. Raises ModelLoadError for a file
+    that is damaged, or of an architecture, tensor type or tokenizer that is not known; what was
+    written by then is of no use.
     """
     directory = Path(directory)
     file = GGUFFile(Path(path))
     family = _family(file, families)
-    names = _names(file, family)
-    config = _config(file, family, names)
-    _check_shapes(file, names, config, family)
+    found = origins(file, family, skipped=(ROPE_FACTORS, *LONGROPE.values()))
+    config = _config(file, family, found)
+    _check_shapes(file, found, config, family)
     _write_tokenizer(file, directory)
     _write_json(directory / "config.json", config)
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(directory / "generation_config.json", ends)
-    _write_weights(file, names, config, family, directory, progress or SilentProgress())
+    _write_weights(file, found, config, family, directory, progress or SilentProgress())
 
 
 def _family(file: GGUFFile, families: Mapping[str, Family]) -> Family:
@@ -70,33 +71,35 @@ def _family(file: GGUFFile, families: Mapping[str, Family]) -> Family:
     if not file.metadata.get(f"{architecture}.expert_count", 0):
         return family
     family = MIXTRAL if architecture == "llama" else family
-    if not family.experts:
+    if not (family.experts or family.stacks):
         raise file.error("mixtures of experts of this architecture are not read from GGUF files")
     return family
 
 
-def _names(file: GGUFFile, family: Family) -> dict[str, str]:
-    """The file's name of each tensor that is to be written, by its Hugging Face name."""
-    names: dict[str, str] = {}
-    for name in file.tensors:
-        if name in (ROPE_FACTORS, *LONGROPE.values()):
-            continue  # becomes rope_scaling in config.json
-        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-        layer, part, kind = match.groups() if match else (None, "", "")
-        prefix = "" if layer is None else f"model.layers.{int(layer)}."
-        if layer is not None and part in family.experts and kind == "weight":
-            for index in range(file.tensors[name].shape[0]):
-                names[f"{prefix}{family.experts[part].format(index)}.weight"] = name
-            continue
-        known = (TOP_NAMES if layer is None else family.names).get(part)
-        if known is None:
-            raise file.error(f"tensor {name!r} is not known in this architecture")
-        names[f"{prefix}{known}.{kind}"] = name
-    return names
-
-
-def _config(file: GGUFFile, family: Family, names: Mapping[str, str]) -> dict[str, Any]:
+def _config(file: GGUFFile, family: Family, found: Mapping[str, Origin]) -> dict[str, Any]:
     keys = Keys(file)
+    embedding = found.get(f"{family.top_names['token_embd']}.weight")
+    if embedding is None:
+        raise file.error("tensor 'token_embd.weight' is missing")
+    ids = _special_token_ids(file)
+    eos_ids = list(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if name in ids))
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "vocab_size": embedding.shape(file)[0],
+        "tie_word_embeddings": "lm_head.weight" not in found,
+        "bos_token_id": ids.get("bos"),
+        "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids or None,
+        "pad_token_id": ids.get("padding"),
+        "torch_dtype": "float32",
+        **(_rotary_config(file, keys, family, found) if family.is_rotary else {}),
+        **family.settings(keys),
+    }
+
+
+def _rotary_config(
+    file: GGUFFile, keys: Keys, family: Family, found: Mapping[str, Origin]
+) -> dict[str, Any]:
     num_heads = keys.integer("attention.head_count")
     num_kv_heads = keys.integer("attention.head_count_kv", num_heads)
     hidden_size = keys.integer("embedding_length")
@@ -108,16 +111,8 @@ def _config(file: GGUFFile, family: Family, names: Mapping[str, str]) -> dict[st
     rotary = keys.integer("rope.dimension_count", head_size)
     if rotary != head_size and not family.partial_rotary:
         raise file.error("rotary embedding of only a part of the head is not known")
-    embedding = names.get("model.embed_tokens.weight")
-    if embedding is None:
-        raise file.error("tensor 'token_embd.weight' is missing")
-    ids = _special_token_ids(file)
-    eos_ids = list(dict.fromkeys(ids[name] for name in ("eos", "eot", "eom") if name in ids))
     theta = keys.number("rope.freq_base", 10000.0)
     return {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-        "vocab_size": file.tensors[embedding].shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": keys.integer("feed_forward_length"),
         "num_hidden_layers": keys.integer("block_count"),
@@ -127,17 +122,11 @@ def _config(file: GGUFFile, family: Family, names: Mapping[str, str]) -> dict[st
         "hidden_act": "silu",
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": theta,
-        "rope_scaling": _rope_scaling(file, keys, theta, head_size),
+        "rope_scaling": _rope_scaling(file, keys, family, theta, head_size),
         "max_position_embeddings": keys.integer("context_length"),
-        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in names,
-        "mlp_bias": "model.layers.0.mlp.up_proj.bias" in names,
-        "tie_word_embeddings": "lm_head.weight" not in names,
-        "bos_token_id": ids.get("bos"),
-        "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids or None,
-        "pad_token_id": ids.get("padding"),
-        "torch_dtype": "float32",
+        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in found,
+        "mlp_bias": "model.layers.0.mlp.up_proj.bias" in found,
         **({} if rotary == head_size else {"partial_rotary_factor": rotary / head_size}),
-        **family.settings(keys),
     }
 
 
@@ -151,7 +140,7 @@ def _special_token_ids(file: GGUFFile) -> dict[str, int]:
 
 
 def _rope_scaling(
-    file: GGUFFile, keys: Keys, theta: float, head_size: int
+    file: GGUFFile, keys: Keys, family: Family, theta: float, head_size: int
 ) -> dict[str, Any] | None:
     if LONGROPE["long_factor"] in file.tensors:
         return _longrope(file, keys)
@@ -160,13 +149,21 @@ def _rope_scaling(
     kind = keys.text("rope.scaling.type", "none")
     if kind == "none":
         return None
-    scaling = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
-    if kind == "yarn":
-        original = keys.integer("rope.scaling.original_context_length")
-        scaling["original_max_position_embeddings"] = original
-    elif kind != "linear":
+    if kind not in ("linear", "yarn"):
         raise file.error(f"rope.scaling.type {kind!r} is not none, linear or yarn")
-    return scaling
+    scaling = {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
+    return scaling if kind == "linear" else scaling | _yarn(keys, family)
+
+
+def _yarn(keys: Keys, family: Family) -> dict[str, Any]:
+    declared = {
+        "original_max_position_embeddings": keys.integer("rope.scaling.original_context_length"),
+        "attention_factor": keys.optional("rope.scaling.yarn_attn_factor"),
+        "beta_fast": keys.optional("rope.scaling.yarn_beta_fast"),
+        "beta_slow": keys.optional("rope.scaling.yarn_beta_slow"),
+    }
+    declared |= family.yarn
+    return {key: value for key, value in declared.items() if value is not None}
 
 
 def _longrope(file: GGUFFile, keys: Keys) -> dict[str, Any]:
@@ -197,50 +194,19 @@ def _llama3_scaling(file: GGUFFile, theta: float, head_size: int) -> dict[str, A
 
 
 def _check_shapes(
-    file: GGUFFile, names: Mapping[str, str], config: Mapping[str, Any], family: Family
+    file: GGUFFile, found: Mapping[str, Origin], config: Mapping[str, Any], family: Family
 ) -> None:
     """Raise ModelLoadError unless exactly the tensors of the configuration are there."""
-    E, F, V = (config[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
-    D = config["head_dim"]
-    HD, KD = config["num_attention_heads"] * D, config["num_key_value_heads"] * D
-    head = family.architecture != "Olmo2ForCausalLM"  # norms of q and k are of one head
-    shapes = {
-        "self_attn.q_proj": (HD, E),
-        "self_attn.k_proj": (KD, E),
-        "self_attn.v_proj": (KD, E),
-        "self_attn.qkv_proj": (HD + 2 * KD, E),
-        "self_attn.o_proj": (E, HD),
-        "self_attn.q_norm": (D if head else HD,),
-        "self_attn.k_norm": (D if head else KD,),
-        "mlp.gate_proj": (F, E),
-        "mlp.up_proj": (F, E),
-        "mlp.gate_up_proj": (2 * F, E),
-        "mlp.down_proj": (E, F),
-    }
-    layer = {f"{part}.weight": shapes.get(part, (E,)) for part in family.names.values()}
-    if family.experts:
-        X = config.get("num_experts") or config["num_local_experts"]
-        F = config.get("moe_intermediate_size", F)
-        layer[f"{family.names['ffn_gate_inp']}.weight"] = (X, E)
-        for part, name in family.experts.items():
-            shape = (E, F) if part == "ffn_down_exps" else (F, E)
-            layer |= {f"{name.format(index)}.weight": shape for index in range(X)}
-    for part in family.names.values():
-        if f"model.layers.0.{part}.bias" in names:
-            layer[f"{part}.bias"] = shapes.get(part, (E,))[:1]
-    expected = {"model.embed_tokens.weight": (V, E), "model.norm.weight": (E,)}
-    if not config["tie_word_embeddings"]:
-        expected["lm_head.weight"] = (V, E)
-    for index in range(config["num_hidden_layers"]):
-        expected |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    for name in expected.keys() - names.keys():
+    expected = expected_shapes(config, family, found)
+    for name in expected.keys() - found.keys():
         raise file.error(f"the tensor of {name!r} is missing")
-    for name in names.keys() - expected.keys():
-        raise file.error(f"tensor {names[name]!r} is not known in this architecture")
+    for name in found.keys() - expected.keys():
+        raise file.error(f"tensor {found[name].names[0]!r} is not known in this architecture")
     for name, shape in expected.items():
-        found = _shape(file, names, name)
-        if found != shape:
-            raise file.error(f"tensor {names[name]!r} is {found}, expected {shape}")
+        origin = found[name]
+        if origin.shape(file) != shape:
+            are = " and ".join(f"{each!r} is {file.tensors[each].shape}" for each in origin.names)
+            raise file.error(f"tensor {are}, expected {shape} for {name!r}")
 
 
 def _write_tokenizer(file: GGUFFile, directory: Path) -> None:
@@ -265,19 +231,20 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def _write_weights(
     file: GGUFFile,
-    names: Mapping[str, str],
+    found: Mapping[str, Origin],
     config: Mapping[str, Any],
     family: Family,
     directory: Path,
     progress: Progress,
 ) -> None:
-    shapes = {name: _shape(file, names, name) for name in names}
+    shapes = {name: origin.shape(file) for name, origin in found.items()}
     num_values = sum(math.prod(shape) for shape in shapes.values())
     title = f"converting {file.path.name} to float32 ({4 * num_values / 1e6:.0f} MB)"
     with progress.track(title, 4 * num_values, unit="B") as advance:
 
         def pieces(name: str) -> Iterator[np.ndarray]:
-            for piece in file.pieces(names[name], _row_order(name, shapes[name], config, family)):
+            order = _row_order(name, shapes[name], config) if family.interleaved else None
+            for piece in found[name].pieces(file, order):
                 yield piece - np.float32(family.norm_offset) if _is_norm(name) else piece
                 advance(piece.nbytes)
 
@@ -285,35 +252,20 @@ def _write_weights(
             write_float32(target, shapes, ((name, pieces(name)) for name in shapes))
 
 
-def _expert(name: str) -> int | None:
-    """Which expert of a layer the tensor belongs to."""
-    match = re.search(r"\.experts\.(\d+)\.", name)
-    return None if match is None else int(match[1])
-
-
-def _shape(file: GGUFFile, names: Mapping[str, str], name: str) -> tuple[int, ...]:
-    shape = file.tensors[names[name]].shape
-    return shape if _expert(name) is None else shape[1:]
-
-
 def _is_norm(name: str) -> bool:
     return name.endswith("norm.weight")
 
 
-def _row_order(
-    name: str, shape: tuple[int, ...], config: Mapping[str, Any], family: Family
-) -> np.ndarray | None:
-    """Which rows of the file's tensor, one after another, are the rows as Hugging Face has them.
+def _row_order(name: str, shape: Shape, config: Mapping[str, Any]) -> np.ndarray | None:
+    """Which rows of an interleaved file's tensor are the rows as Hugging Face has them.
 
     None where the order is the same. Rotary embedding turns two rows of a head together. Hugging
     Face keeps the first of all pairs, then the second of all; an interleaved file keeps them
     pair by pair.
     """
-    if (expert := _expert(name)) is not None:
-        return np.arange(expert * shape[0], (expert + 1) * shape[0])
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     projection = name.split(".")[-2]
-    if not family.interleaved or projection not in heads:
+    if projection not in heads:
         return None
     num_rows = shape[0]
     pairs = np.arange(num_rows).reshape(config[heads[projection]], -1, 2)

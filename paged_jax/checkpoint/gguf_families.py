@@ -73,6 +73,22 @@ SANDWICH = {
     "ffn_norm": "pre_feedforward_layernorm",
 }
 ATTENTION = {part: name for part, name in PROJECTIONS.items() if part.startswith("attn")}
+ATTENTION_NORMS = {  # of which the second is in front of the MLP, as the file's name does not say
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+}
+GPT2_TOP_NAMES = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
+GPT2_MATRICES = {
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
 FUSED = {
     "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
@@ -97,8 +113,23 @@ class Family(NamedTuple):
     """What the file adds to the weights of norms."""
 
     partial_rotary: bool = False
+    yarn: Mapping[str, Any] = {}
+    """What every published model says of its YaRN scaling, and no key."""
+
     experts: Mapping[str, str] = {}
     """Tensors of all experts together, and what Hugging Face calls that of expert {}."""
+
+    stacks: Mapping[str, tuple[str, ...]] = {}
+    """Hugging Face's tensors of all experts together, `[experts, in, out]`, and the file's, of
+    which several take turns along the last axis."""
+
+    top_names: Mapping[str, str] = TOP_NAMES
+    layer: str = "model.layers.{}."
+    transposed: frozenset[str] = frozenset()
+    """Parts of a layer whose matrices Hugging Face keeps `[in, out]`."""
+
+    is_rotary: bool = True
+    """Of the Llama lineage: rotary positions, RMS norms, gated MLPs."""
 
 
 def _gemma(keys: Keys, *, largest: int) -> dict[str, Any]:
@@ -165,6 +196,26 @@ def _mixtral(keys: Keys) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(keys: Keys) -> dict[str, Any]:
+    return {
+        **_mixtral(keys),
+        "intermediate_size": keys.integer("expert_feed_forward_length"),
+        "sliding_window": keys.integer("attention.sliding_window"),
+    }
+
+
+def _gpt2(keys: Keys) -> dict[str, Any]:
+    return {
+        "n_embd": keys.integer("embedding_length"),
+        "n_head": keys.integer("attention.head_count"),
+        "n_layer": keys.integer("block_count"),
+        "n_positions": keys.integer("context_length"),
+        "n_inner": keys.integer("feed_forward_length"),
+        "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+    }
+
+
 MIXTRAL = Family(  # calls itself llama, and has experts
     "mixtral",
     "MixtralForCausalLM",
@@ -212,4 +263,32 @@ FAMILIES: Mapping[str, Family] = {
     "olmo2": Family("olmo2", "Olmo2ForCausalLM", False, {**PROJECTIONS, **NORMS_AFTER, **QK_NORMS}),
     "granite": Family("granite", "GraniteForCausalLM", interleaved=True, settings=_granite),
     "smollm3": Family("smollm3", "SmolLM3ForCausalLM", interleaved=True),
+    "gpt-oss": Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        False,
+        {
+            **ATTENTION,
+            **ATTENTION_NORMS,
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        _gpt_oss,
+        stacks={
+            "mlp.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
+            "mlp.experts.down_proj": ("ffn_down_exps",),
+        },
+        yarn={"truncate": False},
+    ),
+    "gpt2": Family(
+        "gpt2",
+        "GPT2LMHeadModel",
+        False,
+        {**GPT2_MATRICES, "attn_norm": "ln_1", "ffn_norm": "ln_2"},
+        _gpt2,
+        top_names=GPT2_TOP_NAMES,
+        layer="transformer.h.{}.",
+        transposed=frozenset(GPT2_MATRICES.values()),
+        is_rotary=False,
+    ),
 }

@@ -16,7 +16,14 @@ from tokenizers import (
 
 from paged_jax.errors import ModelLoadError
 
-__all__ = ["Split", "build_tokenizer", "byte_level", "special_token_ids", "tokenizer_config"]
+__all__ = [
+    "SPLITS",
+    "Split",
+    "build_tokenizer",
+    "byte_level",
+    "special_token_ids",
+    "tokenizer_config",
+]
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
 SPACE = "\u2581"  # how SentencePiece writes a space
@@ -27,6 +34,16 @@ LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+WORDS_BY_CASE = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+)
+CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+BETWEEN_WORDS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT4O_SPLIT = "|".join(
+    [*(words + CONTRACTION for words in WORDS_BY_CASE), r"\p{N}{1,3}", BETWEEN_WORDS]
+)
+TEKKEN_SPLIT = "|".join([*WORDS_BY_CASE, r"\p{N}", BETWEEN_WORDS])
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
@@ -39,12 +56,23 @@ class Split(NamedTuple):
     add_bos: bool = False  # where tokenizer.ggml.add_bos_token does not say
 
 
+LLAMA3 = Split((LLAMA3_SPLIT,), whole_words=True, add_bos=True)
+QWEN2 = Split((QWEN2_SPLIT,), nfc=True)
+SINGLE_DIGITS = Split((r"\p{N}", GPT2_SPLIT))
 SPLITS: Mapping[str, Split] = {  # by tokenizer.ggml.pre
+    "dbrx": Split((LLAMA3_SPLIT,)),  # Phi 4 and OLMo 2
+    "deepseek-r1-qwen": QWEN2,
     "default": Split((r"[\p{P}\$\+<=>\^~\|]+", GPT2_SPLIT, r"\p{N}+", r"[0-9][0-9][0-9]")),
     "gpt-2": Split((GPT2_SPLIT,)),
-    "llama-bpe": Split((LLAMA3_SPLIT,), whole_words=True, add_bos=True),
-    "qwen2": Split((QWEN2_SPLIT,), nfc=True),
-    "smollm": Split((r"\p{N}", GPT2_SPLIT)),
+    "gpt-4o": Split((GPT4O_SPLIT,)),  # gpt-oss and Phi 4 mini
+    "llama-bpe": LLAMA3,
+    "llama3": LLAMA3,
+    "qwen2": QWEN2,
+    "refact": SINGLE_DIGITS,  # Granite
+    "smaug-bpe": Split((LLAMA3_SPLIT,)),  # SmolLM 3
+    "smollm": SINGLE_DIGITS,
+    "starcoder": SINGLE_DIGITS,
+    "tekken": Split((TEKKEN_SPLIT,), whole_words=True, add_bos=True),
 }
 
 
