@@ -42,7 +42,10 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {**GEMMA, **SOFTCAPS, "attention.sliding_window": 16}),
     "gemma3": ("gemma3", {**GEMMA, "attention.sliding_window": 16, "rope.freq_base": 1e6}),
     "phi3": ("phi3", {"rope.dimension_count": 8}),
-    "phi3-longrope": ("phi3", {"rope.scaling.original_context_length": 32}),
+    "phi3-longrope": (
+        "phi3",
+        {"attention.sliding_window": 0, "rope.scaling.original_context_length": 32},
+    ),
     "olmo2": ("olmo2", {"attention.layer_norm_rms_epsilon": 1e-5}),
     "granite": ("granite", MULTIPLIERS),
     "smollm3": ("smollm3", {"rope.freq_base": 2e6}),
@@ -206,6 +209,17 @@ def test_experts_of_gpt_oss_in_mxfp4_are_read_as_the_library_reads_them(tmp_path
         read = gguf.quants.dequantize(gguf.quants.quantize(matrices, mxfp4), mxfp4)
         assert 0.01 < np.abs(read - matrices).max() < 0.2
         np.testing.assert_array_equal(found[f"{part}_proj"], read)
+
+
+def test_a_model_that_calls_itself_as_another_is_refused(tmp_path, token_metadata):
+    """OLMo 3 has the tensors of OLMo 2, and windows."""
+    config = json.loads((GOLDENS / "olmo2" / "config.json").read_text())
+    whole = file_tensors(config, load_file(GOLDENS / "olmo2" / "model.safetensors"), "olmo2")
+    extra = FILES["olmo2"][1] | {"attention.sliding_window": 4096}
+    metadata = file_keys(config, "olmo2", extra) | token_metadata
+    write_gguf(tmp_path / "a.gguf", metadata, whole, architecture="olmo2")
+    with pytest.raises(ModelLoadError, match=r"olmo2\.attention\.sliding_window: OLMo 3"):
+        convert_gguf(tmp_path / "a.gguf", tmp_path)
 
 
 def test_a_stack_without_one_of_its_parts_is_refused(tmp_path, token_metadata):

@@ -42,6 +42,16 @@ class Keys:
     def optional(self, key: str) -> float | None:
         return None if self._get(key, None) is None else self.number(key)
 
+    def window(self) -> int | None:
+        """Tokens that a layer with a window sees; Phi 4 writes 0 for none."""
+        found = self._get("attention.sliding_window", 0)
+        is_none = type(found) is int and found == 0
+        return None if is_none else self.integer("attention.sliding_window")
+
+    def refuse(self, key: str, why: str) -> ModelLoadError:
+        """The error of a value that another model has."""
+        return self._file.error(f"{self._prefix}.{key}: {why}")
+
     def _get(self, key: str, default: Any) -> Any:
         return self._file.metadata.get(f"{self._prefix}.{key}", default)
 
@@ -157,6 +167,7 @@ def _gemma3(keys: Keys) -> dict[str, Any]:
         **_gemma(keys, largest=62),
         "sliding_window_pattern": keys.integer("attention.sliding_window_pattern", 6),
         "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0),
+        "final_logit_softcapping": keys.optional("final_logit_softcapping"),
     }
 
 
@@ -173,11 +184,16 @@ def _granite(keys: Keys) -> dict[str, Any]:
 
 def _phi3(keys: Keys) -> dict[str, Any]:
     original = keys.optional("rope.scaling.original_context_length")
-    window = keys.optional("attention.sliding_window")
     return {
         "original_max_position_embeddings": int(original or keys.integer("context_length")),
-        "sliding_window": None if window is None else int(window),
+        "sliding_window": keys.window(),
     }
+
+
+def _olmo2(keys: Keys) -> dict[str, Any]:
+    if keys.window() is not None:
+        raise keys.refuse("attention.sliding_window", "OLMo 3, which has windows, is not read")
+    return {}
 
 
 def _qwen3_moe(keys: Keys) -> dict[str, Any]:
@@ -260,7 +276,9 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": Family(
         "phi3", "Phi3ForCausalLM", False, {**FUSED, **NORMS_BEFORE}, _phi3, partial_rotary=True
     ),
-    "olmo2": Family("olmo2", "Olmo2ForCausalLM", False, {**PROJECTIONS, **NORMS_AFTER, **QK_NORMS}),
+    "olmo2": Family(
+        "olmo2", "Olmo2ForCausalLM", False, {**PROJECTIONS, **NORMS_AFTER, **QK_NORMS}, _olmo2
+    ),
     "granite": Family("granite", "GraniteForCausalLM", interleaved=True, settings=_granite),
     "smollm3": Family("smollm3", "SmolLM3ForCausalLM", interleaved=True),
     "gpt-oss": Family(
