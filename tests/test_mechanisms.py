@@ -92,6 +92,39 @@ def test_every_way_gives_the_tokens_of_a_request_alone(model, alone, way, tmp_pa
         assert sum(not output.is_empty for output in replay(lines)) == stats.num_steps
 
 
+NEAR = 0.1  # between log-probabilities in 16 bits, of logits up to about 10
+
+
+def compare_until_a_near_tie(alone, others):
+    """How many tokens are the same. Where the first one differs, the best two were near."""
+    same = 0
+    for one, other in zip(alone, others, strict=True):
+        for theirs, ours in zip(one.logprobs, other.logprobs, strict=True):
+            if theirs.token_id != ours.token_id:
+                best, second = theirs.top.values()
+                assert best - second < NEAR
+                break
+            assert abs(theirs.logprob - ours.logprob) < NEAR
+            same += 1
+    return same
+
+
+def test_a90_in_bfloat16_only_near_ties_are_decided_otherwise(model):
+    """Alone, in a batch, from the prefix cache, in chunks and after preemption."""
+    narrow = {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16", "attention_backend": "reference"}
+    params = SamplingParams(temperature=0.0, max_tokens=20, logprobs=2, ignore_eos=True)
+    prompts = PROMPTS[:6]
+    roomy = make(model, **narrow)
+    tight = make(model, **narrow, num_blocks=FEW_BLOCKS, max_num_batched_tokens=5, max_num_seqs=3)
+    alone = [roomy.generate(prompt, params)[0].outputs[0] for prompt in prompts]
+    roomy.engine.scheduler.forget_prefixes()
+    for llm in (roomy, roomy, tight):  # cold, warm, and with chunks of 5
+        outputs = [result.outputs[0] for result in llm.generate(prompts, params)]
+        assert compare_until_a_near_tie(alone, outputs) > 0.8 * 20 * len(prompts)
+    assert roomy.stats().prefix_hit_tokens > 0
+    assert tight.stats().preemptions > 0
+
+
 @pytest.mark.parametrize("config", [{}, {"num_blocks": FEW_BLOCKS}, SWAP, {"max_num_seqs": 2}])
 def test_samples_equal_requests_of_their_own(model, config):
     llm = make(model, **config)
