@@ -38,8 +38,8 @@ class Compiling:
         self._late_compile = late_compile
 
     def all(self, programs: Sequence[Program], wanted: Callable[[], bool]) -> None:
-        """Compile these, with a progress bar. `wanted` is asked between programs; when it says no,
-        the rest is left."""
+        """Compile these and run each once, with a progress bar. `wanted` is asked between programs;
+        when it says no, the rest is left."""
         began = time.perf_counter()
         with self._progress.track("compiling", len(programs), unit="programs") as advance:
             self._runner.compile_all(programs, lambda program: advance(1), wanted)
@@ -49,6 +49,12 @@ class Compiling:
             f"compiled {len(programs)} programs in {time.perf_counter() - began:.1f} s, "
             f"{self.counter.num_cache_hits} of them found on disk"
         )
+        with self._progress.track("running each once", len(programs), unit="programs") as advance:
+            for program in programs:
+                if not wanted():
+                    return
+                self._runner.rehearse(program)
+                advance(1)
         self._warm = True
 
     def missing(self, programs: Iterable[Program]) -> None:

@@ -144,7 +144,7 @@ class EngineConfig:
     warmup: str = _option(
         "lazy",
         DEVICE,
-        "compile every program at start (full), or the one that a step needs when it needs it "
+        "compile and try every program at start (full), or compile the one that a step needs then "
         "(none); lazy makes do with a larger one until compiling pays",
         choices=WARMUPS,
     )

@@ -398,6 +398,44 @@ class ModelRunner:
         finally:
             pool.shutdown(cancel_futures=True)
 
+    def rehearse(self, program: Program) -> None:
+        """Run a backbone or a plain sampler once, over the null block: what XLA makes ready only at
+        a program's first run (on a CPU half a second to two) does not wait for a request.
+
+        Other programs are left as they are. Nobody's keys, values or tokens are changed.
+        """
+        run = self.compile(program)
+        if program.kind == "backbone":
+            inputs = self._rehearsal(*program.size)
+            pools, last_tokens = self._take_state()
+            pools, _, hidden = run(self._params, pools, last_tokens, self._steering, inputs)
+            self._state = DeviceState(pools, last_tokens)
+            jax.block_until_ready(hidden)
+        elif program.kind == "sample":
+            hidden, sampling = _zeros(
+                (self._abstract_hidden(), self._abstract_sampling(*program.size))
+            )
+            sampling.top_p[:] = 1.0
+            padding = np.full(program.size, self._max_num_seqs, np.int32)
+            pools, last_tokens = self._take_state()
+            last_tokens, _ = run(self._params, last_tokens, hidden, sampling, padding)
+            self._state = DeviceState(pools, jax.block_until_ready(last_tokens))
+
+    def _rehearsal(self, decodes: int, chunk_tokens: int) -> "_BackboneInputs":
+        """A full step, of one-token rows and one prompt, whose every block is the null block."""
+        inputs: _BackboneInputs = _zeros(self._backbone_inputs(decodes, chunk_tokens))
+        attn = inputs.attn
+        attn.seq_lens[:decodes] = 1
+        attn.query_start_loc[: decodes + 1] = np.arange(decodes + 1)
+        if chunk_tokens:
+            prompt_len = min(chunk_tokens, self._table_width * self.specs[0].block_size)
+            attn.seq_lens[decodes] = prompt_len
+            attn.query_start_loc[decodes + 1 :] = decodes + prompt_len
+            inputs.positions[decodes : decodes + prompt_len] = np.arange(prompt_len)
+        attn.num_decodes[...] = decodes
+        attn.num_seqs[...] = decodes + bool(chunk_tokens)
+        return inputs
+
     def _lower(self, program: Program) -> Any:
         if program.kind == "backbone":
             return self._lower_backbone(*program.size)
@@ -426,29 +464,7 @@ class ModelRunner:
         return tuple(pool_shapes(self.backend, spec, self._mesh) for spec in self.specs)
 
     def _lower_backbone(self, decodes: int, chunk_tokens: int) -> Any:
-        num_tokens = decodes + chunk_tokens
-        num_seqs = decodes + (self.max_num_chunks if chunk_tokens else 0)
-        num_groups = len(self.specs)
-
-        def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
-
-        step = _BackboneInputs(
-            token_ids=array(num_tokens),
-            from_device=array(num_tokens, dtype=jnp.bool_),
-            positions=array(num_tokens),
-            rows=array(num_seqs),
-            adapter_ids=array(num_seqs),
-            logits_indices=array(self._max_num_seqs),
-            attn=AttentionMetadata(
-                slot_mapping=array(num_groups, num_tokens),
-                block_tables=array(num_groups, num_seqs, self._table_width),
-                seq_lens=array(num_seqs),
-                query_start_loc=array(num_seqs + 1),
-                num_decodes=array(),
-                num_seqs=array(),
-            ),
-        )
+        step = self._backbone_inputs(decodes, chunk_tokens)
 
         def backbone(params, pools, last_tokens, steering, step):
             # Only one-token rows can have a token that the host has not seen.
@@ -482,9 +498,32 @@ class ModelRunner:
         return jax.jit(backbone, donate_argnums=1, out_shardings=outputs).lower(
             _shapes(self._params),
             pools,
-            array(self._max_num_seqs + 1),
+            self._abstract_array(self._max_num_seqs + 1),
             self._abstract_steering() if self._steering_layers else None,
             step,
+        )
+
+    def _backbone_inputs(self, decodes: int, chunk_tokens: int) -> "_BackboneInputs":
+        """Shapes of what the backbone of this size reads of a batch."""
+        array = self._abstract_array
+        num_tokens = decodes + chunk_tokens
+        num_seqs = decodes + (self.max_num_chunks if chunk_tokens else 0)
+        num_groups = len(self.specs)
+        return _BackboneInputs(
+            token_ids=array(num_tokens),
+            from_device=array(num_tokens, dtype=jnp.bool_),
+            positions=array(num_tokens),
+            rows=array(num_seqs),
+            adapter_ids=array(num_seqs),
+            logits_indices=array(self._max_num_seqs),
+            attn=AttentionMetadata(
+                slot_mapping=array(num_groups, num_tokens),
+                block_tables=array(num_groups, num_seqs, self._table_width),
+                seq_lens=array(num_seqs),
+                query_start_loc=array(num_seqs + 1),
+                num_decodes=array(),
+                num_seqs=array(),
+            ),
         )
 
     def _taps(
@@ -815,6 +854,10 @@ class _BackboneInputs(NamedTuple):
     adapter_ids: Any
     logits_indices: Any
     attn: AttentionMetadata
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 
 
 def _of_tokens(by_row: jax.Array, attn: AttentionMetadata, decodes: int) -> jax.Array:

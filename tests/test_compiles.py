@@ -87,6 +87,34 @@ def nothing_compiles(engine: Engine) -> Iterator[None]:
     assert after.generation_tokens > before.generation_tokens + NUM_REQUESTS
 
 
+def test_the_warm_up_runs_every_program_once(decoder, monkeypatch):
+    """What XLA makes ready at a program's first run does not wait for a request."""
+    engine = make(decoder, 16)
+    rehearsed: list[Program] = []
+    monkeypatch.setattr(engine.runner, "rehearse", rehearsed.append)
+    engine.warm_up()
+    assert rehearsed == list(engine.runner.programs())
+    engine.close()
+
+
+def test_a_rehearsal_changes_nothing_of_a_request(warm):
+    prompt, params = (
+        list(range(20, 33)),
+        SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+    )
+    alone = Run(warm)
+    alone.add("alone", prompt, params)
+    alone.drain()
+    disturbed = Run(warm)
+    disturbed.add("disturbed", prompt, params)
+    while warm.has_unfinished:
+        disturbed.step()
+        for program in warm.runner.programs():
+            warm.runner.rehearse(program)
+    assert disturbed.samples["disturbed", 0].token_ids == alone.samples["alone", 0].token_ids
+    assert_idle(warm)
+
+
 def random_request(rng: np.random.Generator) -> tuple[list[int], SamplingParams]:
     """Some share a beginning; every field of the sampler is used, alone and together."""
 

@@ -102,6 +102,8 @@ class ModelBed:
             began = time.perf_counter()
             with self._progress.track("compiling", len(programs), unit="programs") as advance:
                 engine.runner.compile_all(programs, done=lambda program: advance(1))
+            for program in programs:
+                engine.runner.rehearse(program)
             warm_up = {"programs": len(programs), "seconds": time.perf_counter() - began}
             yield PreparedEngine(engine, self.size, warm_up, self._progress)
 
