@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every case of the kernels, those included that scripts/test.sh leaves out for want of time: some
-# minutes. Arguments go on to pytest:   scripts/sweep.sh -k gpu
+# The cases that scripts/test.sh leaves out for want of time, most of them of the kernels: about an
+# hour. Arguments go on to pytest:   scripts/sweep.sh -k gpu
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh

@@ -78,16 +78,19 @@ def test_text_and_chats_give_the_goldens(llm):
 
 WAYS = {
     "16 tokens a step, preempted": {"max_num_batched_tokens": 16, "enable_prefix_caching": False},
-    "64 tokens a step, preempted": {"max_num_batched_tokens": 64},
     "swapped": {"preemption_mode": "swap", "swap_space": 1.0},
     "static and reserved": {"batching": "static", "allocation": "reserved"},
+}
+MORE_WAYS = {
+    "64 tokens a step, preempted": {"max_num_batched_tokens": 64},
     "dedicated prefill": {"prefill": "dedicated", "scheduling_policy": "shortest"},
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, *(pytest.param(w, marks=pytest.mark.sweep) for w in MORE_WAYS)])
 def test_every_mechanism_gives_the_goldens(smollm2, seeded, way):
-    llm = make(smollm2, **WAYS[way])
+    """A tiny model goes through all of them, alone and together, in test_mechanisms.py."""
+    llm = make(smollm2, **(WAYS | MORE_WAYS)[way])
     if "preempted" in way or way == "swapped":
         take_blocks_away(llm)
     check(llm.generate(PROMPTS, GREEDY))
