@@ -1,6 +1,7 @@
 """Steps for the attention back ends: rows of given lengths, laid out over permuted blocks."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -186,6 +187,17 @@ def make_step(
     return Step(attn, q, k, v, past_slots, past_k, past_v, placed)
 
 
+@contextlib.contextmanager
+def compiled_quickly() -> Iterator[None]:
+    """Within, XLA leaves most of its optimizations out. An interpreted kernel is a large program
+    that runs once: nearly all that it costs is its compilation."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
 def filled_pool(backend_name: str, spec: KVSpec, fill: float | jax.Array) -> KVPool:
     """A pool that holds `fill` in every slot of every layer."""
     arrays = get_backend(backend_name).layout(spec).arrays
@@ -204,28 +216,33 @@ def run_step(
     *,
     fill: float = float("nan"),
     layer: int = 1,
+    past_backend: str | None = None,
     **scoring,
 ) -> StepResult:
     """Fills a pool with `fill`, writes the past, writes this step's tokens, attends.
 
-    One compiled program for each back end, shape and set of options.
+    One compiled program for each back end, shape and set of options. `past_backend` writes the
+    past, if it should be another than the one under test.
     """
     static = {k: v for k, v in scoring.items() if k in ("window", "softcap") or np.isscalar(v)}
     arrays = {k: jnp.asarray(v) for k, v in scoring.items() if k not in static}
-    program = _program(backend_name, shape, tuple(sorted(static.items())))
+    names = (backend_name, past_backend or backend_name)
+    program = _program(*names, shape, tuple(sorted(static.items())))
     out, pool = program(step._replace(sequences=[]), jnp.float32(fill), jnp.int32(layer), arrays)
     return StepResult(np.asarray(out), pool)
 
 
 @cache
-def _program(backend_name: str, shape: Shape, static: tuple[tuple[str, object], ...]):
-    backend = get_backend(backend_name)
+def _program(
+    backend_name: str, past_name: str, shape: Shape, static: tuple[tuple[str, object], ...]
+):
+    backend, past_backend = get_backend(backend_name), get_backend(past_name)
 
     @jax.jit
     def program(step: Step, fill, layer, arrays):
         pool = filled_pool(backend_name, shape.spec, fill)
         past = step.attn._replace(slot_mapping=step.past_slots[None])
-        pool = write_kv(pool, step.past_k, step.past_v, past, layer=layer, backend=backend)
+        pool = write_kv(pool, step.past_k, step.past_v, past, layer=layer, backend=past_backend)
         pool = write_kv(pool, step.k, step.v, step.attn, layer=layer, backend=backend)
         out = paged_attention(
             step.q,

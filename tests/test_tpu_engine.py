@@ -1,4 +1,4 @@
-"""The real model's tokens through the TPU kernels, interpreted in the whole engine."""
+"""The whole engine through the TPU kernels, interpreted: tokens of a tiny model and of the real."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,28 @@ from pathlib import Path
 import pytest
 
 from paged_jax import LLM, SamplingParams, plan
+from paged_jax.models import load_model
 from paged_jax.progress import SilentProgress
+from tests.kernel_engines import greedy_tokens
+from tests.tiny_models import write_tiny_llama
 
 GOLDENS = json.loads((Path(__file__).parent / "data" / "smollm2_greedy.json").read_text())["cases"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Two layers of two query heads and one KV head."""
+    directory = tmp_path_factory.mktemp("llama")
+    write_tiny_llama(directory, num_attention_heads=2, num_key_value_heads=1)
+    return load_model(directory, dtype="float32")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "int8"])
+def test_a90_greedy_tokens_are_those_of_the_reference_cold_and_warm(model, kv_cache_dtype):
+    expected = greedy_tokens(model, "reference", kv_cache_dtype)
+    assert all(len(set(tokens)) > 1 for tokens in expected.values())
+    assert greedy_tokens(model, "tpu", kv_cache_dtype) == expected
 
 
 @pytest.mark.sweep
