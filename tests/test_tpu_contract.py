@@ -170,7 +170,7 @@ def test_a89_every_query_length_of_every_key_length():
 
 
 def test_a90_a_row_does_not_feel_its_neighbours():
-    contract.test_a_row_does_not_feel_its_neighbours("tpu", "plain")
+    contract.test_a90_a_row_does_not_feel_its_neighbours("tpu", "plain")
 
 
 def test_a_row_longer_than_its_table_sees_what_the_table_has():
