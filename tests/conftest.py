@@ -1,6 +1,7 @@
 """What every test runs under: the CPU, strict promotion, and one compile cache for all."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,16 @@ os.environ.update(
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if CI else "local")
+
+
+@pytest.fixture(scope="module")
+def quick_compiles() -> Iterator[None]:
+    """For a file of many small programs that each run for a moment: XLA leaves out what it can."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,8 @@ from tests.dense_decoding import DenseDecoder
 from tests.engine_runs import run_all
 from tests.tiny_models import write_tiny_llama
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 SCHEMES = ("int8", "int4", "fp8")
 BITS = {"int8": 8, "int4": 4, "fp8": 8}
 # Largest error of a value, as a share of the largest of its group: half a step; float8 has steps
