@@ -1,7 +1,8 @@
 """What every test runs under: the CPU, strict promotion, and one compile cache for all."""
 
 import os
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in swept]
     slow_files = {item.path for item in items if item.path.stem.startswith("test_smollm2")}
     items.sort(key=lambda item: item.path not in slow_files)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Of the sweep: what it ran, as a table for the docs."""
+    if "sweep" in terminalreporter.config.option.markexpr:
+        for line in sweep_table(terminalreporter.stats):
+            terminalreporter.write_line(line)
+
+
+def sweep_table(stats: Mapping[str, Sequence[object]]) -> Iterator[str]:
+    """A line for each file: its cases, how many passed, and the seconds that all took."""
+    files: dict[str, Counter] = defaultdict(Counter)
+    for outcome, reports in stats.items():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                of_file = files[report.location[0]]
+                of_file["seconds"] += report.duration
+                if report.when == "call" or report.failed or report.skipped:
+                    of_file["cases"] += 1
+                    of_file["passed"] += outcome == "passed"
+    yield "| file | cases | passed | seconds |"
+    yield "|--|--|--|--|"
+    for name, of_file in sorted(files.items()):
+        yield f"| {name} | {of_file['cases']} | {of_file['passed']} | {of_file['seconds']:.0f} |"
 
 
 def pytest_configure(config: pytest.Config) -> None:
