@@ -5,7 +5,8 @@ can. With `--compile` also what the compilers make of them, for which no acceler
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -90,15 +91,33 @@ def tpu_compile_table() -> Iterator[Sequence[str]]:
     return report_tpu.compile_table()
 
 
+class Table(NamedTuple):
+    """A title, and what computes the lines under it, the first of which are the columns' names."""
+
+    title: str
+    lines: Callable[[], Iterator[Sequence[str]]]
+
+
+TABLES = (
+    Table("The shortest time of one layer's attention", roofline_table),
+    Table("A tile of keys of the Hopper kernel", tile_table),
+)
 COMPILE_TABLES = {
-    "tpu": (tpu_compile_table,),
-    "gpu": (gpu_compile_table, gpu_generation_table),
+    "tpu": (Table("Compiled for TPUs", tpu_compile_table),),
+    "gpu": (
+        Table("Compiled for Hopper", gpu_compile_table),
+        Table("Compiled for each generation of GPUs", gpu_generation_table),
+    ),
 }
 
 
-def markdown(rows: Iterator[Sequence[str]]) -> str:
-    head, *body = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join([head, "|--" * (head.count("|") - 1) + "|", *body])
+def markdown(lines: Iterator[Sequence[str]]) -> Iterator[str]:
+    """A table's lines, each as soon as it is there."""
+    head = next(lines)
+    yield f"| {' | '.join(head)} |"
+    yield "|--" * len(head) + "|"
+    for line in lines:
+        yield f"| {' | '.join(line)} |"
 
 
 def main() -> None:
@@ -111,12 +130,15 @@ def main() -> None:
         help="compile, too: for tpu, gpu, or both (some minutes)",
     )
     arguments = parser.parse_args()
-    print(markdown(roofline_table()), "\n")
-    print(markdown(tile_table()))
+    tables = list(TABLES)
     if arguments.compile is not None:
         for kind in arguments.compile or COMPILE_TABLES:
-            for table in COMPILE_TABLES[kind]:
-                print("\n" + markdown(table()), flush=True)
+            tables += COMPILE_TABLES[kind]
+    for table in tables:
+        print(f"## {table.title}\n")
+        for line in markdown(table.lines()):
+            print(line, flush=True)
+        print()
 
 
 if __name__ == "__main__":

@@ -22,17 +22,13 @@ from pallas_kernels.pool import KVSpec
 from pallas_kernels.quantized_kv import is_quantized
 from pallas_kernels.registry import choose_backend
 from pallas_kernels.roofline import CHIPS, Work, attention_work
-from pallas_kernels.step_shapes import attention_program
+from pallas_kernels.step_shapes import NUM_HEADS, NUM_KV_HEADS, STEPS, attention_program
 
-HEAD_SIZES = (64, 128, 256)
+HEAD_SIZES = (64, 80, 96, 128, 256)
 DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
-NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE, TABLE_WIDTH = 32, 8, 16, 512
+BLOCK_SIZE, TABLE_WIDTH = 16, 512
 DECODE_LENS = [2048] * 64
 PREFILL_LEN = 8192
-STEPS = {
-    "decode": {"decode_rows": 64},
-    "prefill": {"chunk_tokens": 2048},
-}
 
 
 def compile_table(

@@ -11,6 +11,12 @@ from pallas_kernels.pool import KVPool, KVSpec
 from pallas_kernels.registry import Backend
 from pallas_kernels.scoring import Scoring
 
+NUM_HEADS, NUM_KV_HEADS = 32, 8  # Llama-3-8B's
+STEPS = {  # tokens of a step
+    "decode": {"decode_rows": 64},
+    "prefill": {"chunk_tokens": 2048},
+}
+
 
 def attention_program(
     backend: Backend,
@@ -24,7 +30,7 @@ def attention_program(
 ) -> tuple[Callable[..., Any], tuple[Any, ...], int]:
     """For 32 heads in bfloat16 over 8 KV heads in a pool of `dtype`: a function
     `(pool, q, k, v, attn)`, the shapes of its arguments, and the pool's size in bytes."""
-    spec = KVSpec(2, 4096, block_size, 8, head_size, jnp.dtype(dtype))
+    spec = KVSpec(2, 4096, block_size, NUM_KV_HEADS, head_size, jnp.dtype(dtype))
     layout = backend.layout(spec)
     layer = jnp.int32(1)
 
@@ -47,6 +53,6 @@ def attention_program(
         integers(),
         integers(),
     )
-    q = jax.ShapeDtypeStruct((tokens, 32, head_size), jnp.bfloat16)
-    kv = jax.ShapeDtypeStruct((tokens, 8, head_size), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((tokens, NUM_HEADS, head_size), jnp.bfloat16)
+    kv = jax.ShapeDtypeStruct((tokens, NUM_KV_HEADS, head_size), jnp.bfloat16)
     return program, (KVPool(layout.arrays, spec), q, kv, kv, attn), layout.num_bytes
