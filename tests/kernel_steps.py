@@ -1,7 +1,6 @@
 """Steps for the attention back ends: rows of given lengths, laid out over permuted blocks."""
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -185,17 +184,6 @@ def make_step(
         np.int32(len(rows.decodes) + len(rows.chunks)),
     )
     return Step(attn, q, k, v, past_slots, past_k, past_v, placed)
-
-
-@contextlib.contextmanager
-def compiled_quickly() -> Iterator[None]:
-    """Within, XLA leaves most of its optimizations out. An interpreted kernel is a large program
-    that runs once: nearly all that it costs is its compilation."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 def filled_pool(backend_name: str, spec: KVSpec, fill: float | jax.Array) -> KVPool:

@@ -24,7 +24,9 @@ from pallas_kernels import (
 )
 from pallas_kernels.tpu_tuning import INTERPRETED
 from tests import test_kernels_contract as contract
-from tests.kernel_steps import Rows, Shape, compiled_quickly, make_step, run_step
+from tests.kernel_steps import Rows, Shape, make_step, run_step
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")  # nothing here is compiled twice
 
 DECODE = Shape(
     decode_rows=4,
@@ -73,12 +75,6 @@ RUNS = [
     for case in CASES
     for mode in MODES
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles():
-    with compiled_quickly():
-        yield
 
 
 @pytest.fixture
