@@ -1,6 +1,7 @@
 """Parameters in Orbax's format: from any mesh to any other, all of them or none."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -9,13 +10,16 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint import StandardCheckpointer, StandardCheckpointHandler
 
+from paged_jax.checkpoint import orbax
 from paged_jax.checkpoint.orbax import read_shapes, restore_params, save_params
 from paged_jax.cli import main
 from paged_jax.errors import ModelLoadError
 from paged_jax.models import load_model, named_params
 from tests.tiny_models import TINY_LLAMA, write_tiny_llama
 
+SIZES = {"small": 64, "medium": 6400, "large": 64000}
 GOLDENS = Path(__file__).parent / "data" / "families"
 
 RESHARD = """
@@ -96,6 +100,28 @@ def test_a77_another_number_of_layers_is_an_error(tmp_path, saved, asked):
     kind = "missing" if asked > saved else "unexpected"
     assert f"{kind}: layers.12.w, layers.13.w, layers.14.w, layers.15.w" in message
     assert f"embed is ({4 + saved}, 2) in the file, ({4 + asked}, 2) by config.json" in message
+
+
+def test_large_arrays_are_saved_in_pieces_and_read_one_after_the_other(tmp_path, monkeypatch):
+    """What a host needs beside the arrays is a piece or two, and the largest array once more."""
+    monkeypatch.setattr(orbax, "CHUNK_BYTES", 4096)
+    arrays = {name: np.arange(n, dtype=np.float32).reshape(-1, 64) for name, n in SIZES.items()}
+    save_params(tmp_path, arrays)
+    with StandardCheckpointer() as checkpointer:
+        saved = checkpointer.metadata(tmp_path / "params").item_metadata
+    for array in saved.values():
+        assert 4 * math.prod(array.storage.chunk_shape) <= 4096
+    limits = []
+
+    def handler(*, restore_concurrent_gb):
+        limits.append(1e9 * restore_concurrent_gb)
+        return StandardCheckpointHandler(restore_concurrent_gb=restore_concurrent_gb)
+
+    monkeypatch.setattr("orbax.checkpoint.StandardCheckpointHandler", handler)
+    restored = restore_params(tmp_path, read_shapes(tmp_path))
+    assert limits == [pytest.approx(4 * max(SIZES.values()) + 1e6)]
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(restored[name], array)
 
 
 def test_a_damaged_checkpoint_is_a_load_error(tmp_path):

@@ -87,7 +87,9 @@ MORE_WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", [*WAYS, *(pytest.param(w, marks=pytest.mark.sweep) for w in MORE_WAYS)])
+@pytest.mark.parametrize(
+    "way", [*WAYS, *(pytest.param(way, marks=pytest.mark.sweep) for way in MORE_WAYS)]
+)
 def test_every_mechanism_gives_the_goldens(smollm2, seeded, way):
     """A tiny model goes through all of them, alone and together, in test_mechanisms.py."""
     llm = make(smollm2, **(WAYS | MORE_WAYS)[way])
