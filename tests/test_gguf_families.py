@@ -15,12 +15,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from paged_jax import Engine, EngineConfig, SamplingParams
 from paged_jax.attention import dense
 from paged_jax.checkpoint import convert_gguf
 from paged_jax.checkpoint.gguf_families import FAMILIES
 from paged_jax.errors import ModelLoadError
 from paged_jax.models import load_model
+from paged_jax.progress import SilentProgress
+from tests.engine_runs import run_all
 from tests.tiny_gguf import byte_level_metadata, interleaved, trained_byte_level, write_gguf
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 GOLDENS = Path(__file__).parent / "data" / "families"
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
@@ -169,13 +174,16 @@ def token_metadata() -> dict[str, Any]:
     return byte_level_metadata(trained_byte_level("gpt-2"), "gpt-2")
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a74_a_file_of_the_family_gives_the_published_logits(tmp_path, token_metadata, name):
-    golden = json.loads((GOLDENS / name / "golden.json").read_text())
+def golden_of(name: str) -> dict:
+    return json.loads((GOLDENS / name / "golden.json").read_text())
+
+
+def converted(tmp_path: Path, name: str, tokens: dict[str, Any], **more: Any) -> Path:
+    """The folder made of a file with the golden's model; `more` keys by their last parts."""
     config = json.loads((GOLDENS / name / "config.json").read_text())
     architecture, extra = FILES[name]
     tensors = file_tensors(config, load_file(GOLDENS / name / "model.safetensors"), architecture)
-    metadata = file_keys(config, architecture, extra) | token_metadata
+    metadata = file_keys(config, architecture, extra | more) | tokens
     write_gguf(tmp_path / "a.gguf", metadata, tensors, architecture=architecture)
     (folder := tmp_path / "folder").mkdir()
     convert_gguf(tmp_path / "a.gguf", folder)
@@ -184,13 +192,54 @@ def test_a74_a_file_of_the_family_gives_the_published_logits(tmp_path, token_met
         assert whole["query_pre_attn_scalar"] == 16
         whole["query_pre_attn_scalar"] = config["query_pre_attn_scalar"]
         (folder / "config.json").write_text(json.dumps(whole))
+    return folder
 
+
+def logits_of(folder: Path, golden: dict) -> np.ndarray:
     model = load_model(folder, dtype="float32")
     ids = jnp.asarray(golden["prompt_token_ids"], jnp.int32)
     positions = jnp.arange(len(ids), dtype=jnp.int32)
     hidden = model.apply(model.params, ids, positions, dense(jnp.zeros_like(ids)))
-    got = np.asarray(model.logits(model.params, hidden))[np.array(golden["logits_rows"])]
-    np.testing.assert_allclose(got, golden["logits"], atol=2e-4)
+    return np.asarray(model.logits(model.params, hidden))[np.array(golden["logits_rows"])]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a74_a_file_of_the_family_gives_the_published_logits(tmp_path, token_metadata, name):
+    folder = converted(tmp_path, name, token_metadata)
+    np.testing.assert_allclose(
+        logits_of(folder, golden_of(name)), golden_of(name)["logits"], atol=2e-4
+    )
+
+
+def test_a_cap_on_the_logits_of_gemma_3_is_read(tmp_path, token_metadata):
+    """The golden has none: what it gives, capped here."""
+    folder = converted(tmp_path, "gemma3", token_metadata, final_logit_softcapping=0.5)
+    wanted = np.array(golden_of("gemma3")["logits"])
+    capped = 0.5 * np.tanh(wanted / 0.5)
+    assert np.abs(capped - wanted).max() > 0.1
+    np.testing.assert_allclose(logits_of(folder, golden_of("gemma3")), capped, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", pytest.param("gpt2", marks=pytest.mark.sweep)])
+def test_a_file_gives_the_published_tokens_through_pages(tmp_path, token_metadata, name):
+    """Of the two that are least alike to the others."""
+    golden = golden_of(name)
+    config = EngineConfig(
+        model=str(converted(tmp_path, name, token_metadata)),
+        skip_tokenizer_init=True,
+        max_num_seqs=1,
+        max_num_batched_tokens=8,
+        max_model_len=80,
+        block_size=8,
+        warmup="none",
+        attention_backend="reference",  # compiles fastest
+    )
+    engine = Engine.from_pretrained(config, progress=SilentProgress())
+    count = len(golden["greedy_token_ids"])
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    found = run_all(engine, {"one": (golden["prompt_token_ids"], params)})["one", 0]
+    assert found.token_ids == golden["greedy_token_ids"]
+    engine.close()
 
 
 def test_experts_of_gpt_oss_in_mxfp4_are_read_as_the_library_reads_them(tmp_path, token_metadata):
