@@ -27,7 +27,9 @@ __all__ = ["add_arguments", "run"]
 
 DEFAULTS = {"max_tokens": 128}
 # What the help says of fields that the model's makers may have a word on.
-RECOMMENDED = dict.fromkeys(("temperature", "top_k", "top_p", "min_p"), "as the model recommends")
+RECOMMENDED = dict.fromkeys(
+    ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"), "as the model recommends"
+)
 FAILED = 1
 SAY_EVERY_S = 10.0
 HEADING_LEN = 72

@@ -61,7 +61,9 @@ class LLM:
         """Answer one prompt or many; results come in the order of the prompts.
 
         A prompt is a string or `{"prompt_token_ids": [...]}`; `sampling_params` is one object for
-        all or one a prompt; `adapter` names a LoRA adapter that `engine.load_adapter` loaded.
+        all or one a prompt; `adapter` names a LoRA adapter that `engine.load_adapter` loaded. Such
+        an object says everything: the model's recommendation is not added to it. To keep that,
+        begin with `dataclasses.replace(llm.default_sampling_params(), ...)`.
         Raises RequestError for the first prompt that cannot be served, before any is started.
         """
         prompts = _as_list(prompts)

@@ -14,6 +14,7 @@ import paged_jax
 import serve
 from paged_jax import EngineConfig, RequestError, SamplingParams, cli, doctor, generate, hub, llm
 from paged_jax.engine_stats import EngineStats
+from paged_jax.generation_config import SAMPLING_FIELDS
 from paged_jax.jobs import Job
 from paged_jax.outputs import CompletionOutput, RequestOutput
 from tests.tiny_models import write_tiny_llama
@@ -253,6 +254,10 @@ def test_several_prompts_come_under_their_headings(capsys):
         f"\n[2 of 2] {'a' * 69}...\n(1)\necho: {'a' * 80}\n(2)\necho: {'a' * 80}\n"
         "\n[1 of 2] one\n(1)\necho: one\n(2)\necho: one\n"
     )
+
+
+def test_help_says_which_fields_the_model_has_a_word_on():
+    assert set(generate.RECOMMENDED) == set(SAMPLING_FIELDS)
 
 
 def test_flags_and_lines_choose_the_sampling(tmp_path, capsys):
