@@ -61,7 +61,7 @@ def family(directory: Path, size: int) -> dict[str, Any]:
     prompt, count = golden["prompt_token_ids"], len(golden["greedy_token_ids"])
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
     # The plainest back end compiles in half the time.
-    engine = start(directory, size, attention_backend="reference")
+    engine = start(directory, size, attention_backend="reference", warmup="none")
     run = Run(engine)
     run.add("one", prompt, params)
     run.add("neighbour", prompt[::-1], params)

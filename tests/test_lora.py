@@ -37,10 +37,10 @@ def write_adapter(
     tensors: dict[str, Any] | None = None,
     **config: Any,
 ) -> Path:
-    """A PEFT folder with random matrices for these modules of both layers."""
+    """A PEFT folder with random matrices for these modules of every layer."""
     rng = np.random.default_rng(seed)
     written = {}
-    for layer in range(2):
+    for layer in range(len(model.params["layers"])):
         for target in targets:
             shape = matrix(model, layer, target).shape
             name = f"{PREFIX}.{layer}.{target}"

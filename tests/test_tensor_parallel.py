@@ -57,7 +57,7 @@ def run_in_parallel(output: Path, *arguments: str | Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("parallel")
-    write_tiny_llama(folder / "llama")
+    write_tiny_llama(folder / "llama", num_hidden_layers=1)  # a second would compile as the first
     llama = load_model(folder / "llama", dtype="float32")
     write_adapter(folder / "adapters" / "one", llama, rank=2, targets=EVERY, seed=1)
     everything = ("--everything", folder / "llama", folder / "adapters")
