@@ -88,7 +88,7 @@ def tpu_compile_table() -> Iterator[Sequence[str]]:
     """What the compiler says of the TPU's kernel on each chip."""
     from pallas_kernels import report_tpu
 
-    return report_tpu.compile_table()
+    return report_tpu.compile_table(report_tpu.cases())
 
 
 class Table(NamedTuple):

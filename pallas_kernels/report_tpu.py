@@ -3,8 +3,9 @@
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from pallas_kernels import aot, roofline
 from pallas_kernels.pool import KVSpec
@@ -13,8 +14,9 @@ from pallas_kernels.tpu import TpuBackend
 from pallas_kernels.tpu_kernel import BLOCKS_AT_ONCE
 from pallas_kernels.tpu_schedule import CLOCK_HZ, Schedule, dump_arguments, read_schedule
 
-DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
-HEAD_SIZES = (64, 128, 256)  # 80 and 96 are padded to 128: the same kernel
+DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
+HEAD_SIZE = 128
+OTHER_HEAD_SIZES = (64, 256)  # 80 and 96 are padded to 128: the same kernel
 BLOCK_SIZE = 64
 TABLE_WIDTH = 256
 HEADER = (
@@ -31,12 +33,23 @@ HEADER = (
 )
 
 
-def compile_table(
-    chips: Sequence[str] = tuple(aot.TPU_TOPOLOGIES),
-    dtypes: Sequence[str] = DTYPES,
-    head_sizes: Sequence[int] = HEAD_SIZES,
-    block_size: int = BLOCK_SIZE,
-) -> Iterator[Sequence[str]]:
+class Case(NamedTuple):
+    """A step to compile: for a key of `aot.TPU_TOPOLOGIES`, over a pool of this dtype."""
+
+    chip: str
+    dtype: str
+    head_size: int
+
+
+def cases() -> Iterator[Case]:
+    """Every chip with every dtype; the other head sizes on v5e only, of two dtypes."""
+    for chip, dtype in itertools.product(aot.TPU_TOPOLOGIES, DTYPES):
+        yield Case(chip, dtype, HEAD_SIZE)
+    for head_size, dtype in itertools.product(OTHER_HEAD_SIZES, ("bfloat16", "int8")):
+        yield Case("v5e", dtype, head_size)
+
+
+def compile_table(cases: Iterable[Case]) -> Iterator[Sequence[str]]:
     """A line for each kernel: the cycles of its schedule for a fetch of keys, those in which the
     memory delivers them, and the share of the memory's rate that this leaves possible.
 
@@ -47,14 +60,14 @@ def compile_table(
     yield HEADER
     with tempfile.TemporaryDirectory(prefix="aot-tpu-") as folder:
         os.environ["LIBTPU_INIT_ARGS"] = dump_arguments(Path(folder))
-        for chip, dtype, head_size in itertools.product(chips, dtypes, head_sizes):
+        for chip, dtype, head_size in cases:
             device = aot.tpu_device(chip)
             backend = TpuBackend().for_device(device.device_kind)
             program, args, pool_bytes = attention_program(
                 backend,
                 head_size,
                 dtype=dtype,
-                block_size=block_size,
+                block_size=BLOCK_SIZE,
                 decode_rows=64,
                 table_width=TABLE_WIDTH,
             )

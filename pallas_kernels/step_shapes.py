@@ -28,8 +28,9 @@ def attention_program(
     chunk_tokens: int = 0,
     table_width: int = 256,
 ) -> tuple[Callable[..., Any], tuple[Any, ...], int]:
-    """For 32 heads in bfloat16 over 8 KV heads in a pool of `dtype`: a function
-    `(pool, q, k, v, attn)`, the shapes of its arguments, and the pool's size in bytes."""
+    """For 32 heads over 8 KV heads in a pool of `dtype`: a function `(pool, q, k, v, attn)`, the
+    shapes of its arguments, and the pool's size in bytes. Queries are float32 over a pool of that,
+    and bfloat16 over any other."""
     spec = KVSpec(2, 4096, block_size, NUM_KV_HEADS, head_size, jnp.dtype(dtype))
     layout = backend.layout(spec)
     layer = jnp.int32(1)
@@ -53,6 +54,7 @@ def attention_program(
         integers(),
         integers(),
     )
-    q = jax.ShapeDtypeStruct((tokens, NUM_HEADS, head_size), jnp.bfloat16)
-    kv = jax.ShapeDtypeStruct((tokens, NUM_KV_HEADS, head_size), jnp.bfloat16)
+    q_dtype = jnp.float32 if dtype == "float32" else jnp.bfloat16
+    q = jax.ShapeDtypeStruct((tokens, NUM_HEADS, head_size), q_dtype)
+    kv = jax.ShapeDtypeStruct((tokens, NUM_KV_HEADS, head_size), q_dtype)
     return program, (KVPool(layout.arrays, spec), q, kv, kv, attn), layout.num_bytes
