@@ -87,14 +87,12 @@ def nothing_compiles(engine: Engine) -> Iterator[None]:
     assert after.generation_tokens > before.generation_tokens + NUM_REQUESTS
 
 
-def test_the_warm_up_runs_every_program_once(decoder, monkeypatch):
+def test_the_warm_up_runs_every_program_once(warm, monkeypatch):
     """What XLA makes ready at a program's first run does not wait for a request."""
-    engine = make(decoder, 16)
     rehearsed: list[Program] = []
-    monkeypatch.setattr(engine.runner, "rehearse", rehearsed.append)
-    engine.warm_up()
-    assert rehearsed == list(engine.runner.programs())
-    engine.close()
+    monkeypatch.setattr(warm.runner, "rehearse", rehearsed.append)
+    warm.warm_up()
+    assert rehearsed == list(warm.runner.programs())
 
 
 def test_a_rehearsal_changes_nothing_of_a_request(warm):
