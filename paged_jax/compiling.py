@@ -53,7 +53,7 @@ class Compiling:
             for program in programs:
                 if not wanted():
                     return
-                self._runner.rehearse(program)
+                self._runner.dummy_run(program)
                 advance(1)
         self._warm = True
 

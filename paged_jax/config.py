@@ -144,7 +144,7 @@ class EngineConfig:
     warmup: str = _option(
         "lazy",
         DEVICE,
-        "compile and try every program at start (full), or compile the one that a step needs then "
+        "compile and run every program at start (full), or compile each when a step first needs it "
         "(none); lazy makes do with a larger one until compiling pays",
         choices=WARMUPS,
     )

@@ -398,15 +398,15 @@ class ModelRunner:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def rehearse(self, program: Program) -> None:
+    def dummy_run(self, program: Program) -> None:
         """Run a backbone or a plain sampler once, over the null block: what XLA makes ready only at
-        a program's first run (on a CPU half a second to two) does not wait for a request.
+        a program's first run (on a CPU up to two and a half seconds) holds up no request.
 
         Other programs are left as they are. Nobody's keys, values or tokens are changed.
         """
         run = self.compile(program)
         if program.kind == "backbone":
-            inputs = self._rehearsal(*program.size)
+            inputs = self._dummy_inputs(*program.size)
             pools, last_tokens = self._take_state()
             pools, _, hidden = run(self._params, pools, last_tokens, self._steering, inputs)
             self._state = DeviceState(pools, last_tokens)
@@ -421,7 +421,7 @@ class ModelRunner:
             last_tokens, _ = run(self._params, last_tokens, hidden, sampling, padding)
             self._state = DeviceState(pools, jax.block_until_ready(last_tokens))
 
-    def _rehearsal(self, decodes: int, chunk_tokens: int) -> "_BackboneInputs":
+    def _dummy_inputs(self, decodes: int, chunk_tokens: int) -> "_BackboneInputs":
         """A full step, of one-token rows and one prompt, whose every block is the null block."""
         inputs: _BackboneInputs = _zeros(self._backbone_inputs(decodes, chunk_tokens))
         attn = inputs.attn

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from pallas_kernels.gpu_tuning import ROW_TILE_LEN, tune
 from pallas_kernels.pool import KVSpec
 from pallas_kernels.roofline import CHIPS, Work, attention_work
+from pallas_kernels.step_shapes import NUM_HEADS, NUM_KV_HEADS
 
-HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}  # Llama-3-8B's
+HEADS = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_size": 128}
 STEPS = {
     "decode 64 x 2,048": ([1] * 64, [2048] * 64),
     "prefill 8,192": ([8192], [8192]),
@@ -88,7 +89,7 @@ def tpu_compile_table() -> Iterator[Sequence[str]]:
     """What the compiler says of the TPU's kernel on each chip."""
     from pallas_kernels import report_tpu
 
-    return report_tpu.compile_table(report_tpu.cases())
+    return report_tpu.compile_table()
 
 
 class Table(NamedTuple):
@@ -127,7 +128,7 @@ def main() -> None:
         nargs="*",
         choices=COMPILE_TABLES,
         metavar="KIND",
-        help="compile, too: for tpu, gpu, or both (some minutes)",
+        help="compile, too: for tpu, gpu, or both (a quarter of an hour)",
     )
     arguments = parser.parse_args()
     tables = list(TABLES)

@@ -3,13 +3,13 @@
 import itertools
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from pallas_kernels import aot, roofline
 from pallas_kernels.pool import KVSpec
-from pallas_kernels.step_shapes import attention_program
+from pallas_kernels.step_shapes import STEPS, attention_program
 from pallas_kernels.tpu import TpuBackend
 from pallas_kernels.tpu_kernel import BLOCKS_AT_ONCE
 from pallas_kernels.tpu_schedule import CLOCK_HZ, Schedule, dump_arguments, read_schedule
@@ -49,7 +49,7 @@ def cases() -> Iterator[Case]:
         yield Case("v5e", dtype, head_size)
 
 
-def compile_table(cases: Iterable[Case]) -> Iterator[Sequence[str]]:
+def compile_table() -> Iterator[Sequence[str]]:
     """A line for each kernel: the cycles of its schedule for a fetch of keys, those in which the
     memory delivers them, and the share of the memory's rate that this leaves possible.
 
@@ -60,7 +60,7 @@ def compile_table(cases: Iterable[Case]) -> Iterator[Sequence[str]]:
     yield HEADER
     with tempfile.TemporaryDirectory(prefix="aot-tpu-") as folder:
         os.environ["LIBTPU_INIT_ARGS"] = dump_arguments(Path(folder))
-        for chip, dtype, head_size in cases:
+        for chip, dtype, head_size in cases():
             device = aot.tpu_device(chip)
             backend = TpuBackend().for_device(device.device_kind)
             program, args, pool_bytes = attention_program(
@@ -68,8 +68,8 @@ def compile_table(cases: Iterable[Case]) -> Iterator[Sequence[str]]:
                 head_size,
                 dtype=dtype,
                 block_size=BLOCK_SIZE,
-                decode_rows=64,
                 table_width=TABLE_WIDTH,
+                **STEPS["decode"],
             )
             compiled = aot.compile_for(device, program, *args, donate_argnums=0)
             schedule = read_schedule(Path(folder))

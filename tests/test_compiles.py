@@ -89,13 +89,13 @@ def nothing_compiles(engine: Engine) -> Iterator[None]:
 
 def test_the_warm_up_runs_every_program_once(warm, monkeypatch):
     """What XLA makes ready at a program's first run does not wait for a request."""
-    rehearsed: list[Program] = []
-    monkeypatch.setattr(warm.runner, "rehearse", rehearsed.append)
+    ran: list[Program] = []
+    monkeypatch.setattr(warm.runner, "dummy_run", ran.append)
     warm.warm_up()
-    assert rehearsed == list(warm.runner.programs())
+    assert ran == list(warm.runner.programs())
 
 
-def test_a_rehearsal_changes_nothing_of_a_request(warm):
+def test_a_dummy_run_changes_nothing_of_a_request(warm):
     prompt, params = (
         list(range(20, 33)),
         SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
@@ -108,7 +108,7 @@ def test_a_rehearsal_changes_nothing_of_a_request(warm):
     while warm.has_unfinished:
         disturbed.step()
         for program in warm.runner.programs():
-            warm.runner.rehearse(program)
+            warm.runner.dummy_run(program)
     assert disturbed.samples["disturbed", 0].token_ids == alone.samples["alone", 0].token_ids
     assert_idle(warm)
 

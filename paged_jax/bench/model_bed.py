@@ -100,10 +100,13 @@ class ModelBed:
         with self.cold_engine(config) as engine:
             programs = [p for p in engine.runner.programs() if p.kind in NEEDED]
             began = time.perf_counter()
-            with self._progress.track("compiling", len(programs), unit="programs") as advance:
+            track, num = self._progress.track, len(programs)
+            with track("compiling", num, unit="programs") as advance:
                 engine.runner.compile_all(programs, done=lambda program: advance(1))
-            for program in programs:
-                engine.runner.rehearse(program)
+            with track("running each once", num, unit="programs") as advance:
+                for program in programs:
+                    engine.runner.dummy_run(program)
+                    advance(1)
             warm_up = {"programs": len(programs), "seconds": time.perf_counter() - began}
             yield PreparedEngine(engine, self.size, warm_up, self._progress)
 

@@ -109,15 +109,15 @@ def _origins_of(name: str, file: GGUFFile, family: Family) -> dict[str, Origin]:
 
 
 def expected_shapes(
-    config: Mapping[str, Any], family: Family, names: Mapping[str, Origin]
+    config: Mapping[str, Any], family: Family, found: Mapping[str, Origin]
 ) -> dict[str, Shape]:
     """The shape of every tensor of the configuration, by its Hugging Face name.
 
-    `names` are those found: of the biases that a family may have, the first layer's tell.
+    `found` are the file's: of the biases that a family may have, the first layer's tell.
     """
     if family.is_rotary:
         E, V, count = (config[key] for key in ("hidden_size", "vocab_size", "num_hidden_layers"))
-        layer = _rotary_layer(config, family, names)
+        layer = _rotary_layer(config, family, found)
         top = {"model.embed_tokens.weight": (V, E), "model.norm.weight": (E,)}
     else:
         E, V, count = (config[key] for key in ("n_embd", "vocab_size", "n_layer"))
@@ -148,7 +148,7 @@ def _gpt2_layer(config: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def _rotary_layer(
-    config: Mapping[str, Any], family: Family, names: Mapping[str, Origin]
+    config: Mapping[str, Any], family: Family, found: Mapping[str, Origin]
 ) -> dict[str, Shape]:
     E, F, D = (config[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
     H, K = (config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
@@ -175,7 +175,7 @@ def _rotary_layer(
     for part in family.names.values():
         shape = shapes.get(part, (E,))
         layer[part if part in BARE else f"{part}.weight"] = shape
-        if f"{family.layer.format(0)}{part}.bias" in names:
+        if f"{family.layer.format(0)}{part}.bias" in found:
             layer[f"{part}.bias"] = shape[:1]
     return layer
 
