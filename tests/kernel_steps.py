@@ -63,14 +63,15 @@ class Shape(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a step runs: sequence lengths of one-token rows, then (query_len, seq_len) of chunks."""
+    """What a step runs: sequence lengths of one-token rows, where 0 is a row without a sequence,
+    then (query_len, seq_len) of chunks."""
 
     decodes: tuple[int, ...] = ()
     chunks: tuple[tuple[int, int], ...] = ()
 
     def placed(self, shape: Shape) -> list[tuple[int, int, int]]:
         """(row, query_len, seq_len) of the real rows."""
-        decodes = [(i, 1, seq_len) for i, seq_len in enumerate(self.decodes)]
+        decodes = [(i, 1, seq_len) for i, seq_len in enumerate(self.decodes) if seq_len]
         return decodes + [(shape.decode_rows + i, *chunk) for i, chunk in enumerate(self.chunks)]
 
 

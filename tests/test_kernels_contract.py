@@ -36,6 +36,7 @@ BATCHES = {
     "chunked": Rows(chunks=((1, 129), (100, 257), (49, 300))),
     "mixed": Rows(decodes=(15, 128, 129), chunks=((63, 63), (66, 200))),
     "one": Rows(decodes=(300,)),
+    "many": Rows(decodes=(0, 65, 0, 0, 129, 1, 300, *(0, 64, 2, 0) * 3, 17, 128)),
     "empty": Rows(),
 }
 EVERYTHING = {
@@ -62,6 +63,10 @@ CONFIGS = {
     "head_size_256": (Shape(head_size=256, num_heads=2), {"scale": 0.05}),
     "bfloat16": (Shape(dtype="bfloat16", num_heads=9, num_kv_heads=3), {"window": 40}),
     "bfloat16_pool": (Shape(dtype="bfloat16", pool_dtype="bfloat16"), EVERYTHING),
+    "decodes_in_many_rows": (
+        Shape(decode_rows=24, chunk_rows=0, chunk_tokens=0),
+        {"window": 70, "sinks": np.array([-1, 0, 1, 2], np.float32)},
+    ),
     "only_decodes_in_blocks_of_1": (
         Shape(chunk_rows=0, chunk_tokens=0, block_size=1, num_blocks=1024, table_width=300),
         {"window": 33},
