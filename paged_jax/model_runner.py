@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from paged_jax.attention import PagedAttend, dense
+from paged_jax.compile_options import compile_options
 from paged_jax.host_blocks import PARCEL_SIZES, HostBlocks, Parcel, split_into_parcels
 from paged_jax.kv_cache import init_pool, pool_shapes, values_shardings
 from paged_jax.logit_edits import LogitEdits, add_biases, mask_tokens, no_edits
@@ -262,6 +263,10 @@ class ModelRunner:
         return tuple(self._mesh.devices.flat)
 
     @property
+    def _compile_options(self) -> dict[str, str]:
+        return compile_options(self.devices[0])
+
+    @property
     def num_block_bytes(self) -> int:
         """Bytes of one block in every group, on each device."""
         layouts = [self.backend.layout(spec) for spec in self.specs]
@@ -368,7 +373,7 @@ class ModelRunner:
     def compile(self, program: Program) -> Any:
         """The executable of a program, compiled from shapes when it is first asked for."""
         if program not in self._compiled:
-            self._compiled[program] = self._lower(program).compile()
+            self._compiled[program] = self._lower(program).compile(self._compile_options)
         return self._compiled[program]
 
     def compile_all(
@@ -389,7 +394,8 @@ class ModelRunner:
                 if not wanted():
                     return
                 if program not in self._compiled:
-                    compiling[pool.submit(self._lower(program).compile)] = program
+                    compiler = self._lower(program).compile
+                    compiling[pool.submit(compiler, self._compile_options)] = program
             for future in concurrent.futures.as_completed(compiling):
                 self._compiled[compiling[future]] = future.result()
                 done(compiling[future])

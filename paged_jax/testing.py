@@ -17,6 +17,7 @@ import numpy as np
 from flax import linen, nnx
 
 from paged_jax.attention import LayerSpec, PagedAttend, dense, discover_layers
+from paged_jax.compile_options import compile_options
 from paged_jax.kv_cache import BlockGroup, group_layers, kv_spec
 from paged_jax.models import ServedModel, from_linen, from_nnx
 from pallas_kernels import get_backend
@@ -157,7 +158,7 @@ def _run_dense(apply, logits, params, token_ids):
         positions = jnp.arange(len(token_ids), dtype=jnp.int32)
         return logits(params, apply(params, token_ids, positions, dense(jnp.zeros_like(token_ids))))
 
-    return jax.jit(run)(params, token_ids)
+    return jax.jit(run, compiler_options=compile_options(jax.devices()[0]))(params, token_ids)
 
 
 class _Pager:
@@ -171,7 +172,11 @@ class _Pager:
         self._num_tokens = NUM_SEQUENCES + length  # one-token rows first, then chunks
         self._model = model
         self._backend = get_backend(backend)
-        self._run: Callable = jax.jit(_step_of(model, slots, self._backend), donate_argnums=1)
+        self._run: Callable = jax.jit(
+            _step_of(model, slots, self._backend),
+            donate_argnums=1,
+            compiler_options=compile_options(jax.devices()[0]),
+        )
 
     def scores(self, prompts: np.ndarray, plan: Plan) -> list[np.ndarray]:
         pools = tuple(map(self._empty_pool, self._groups))

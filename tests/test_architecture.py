@@ -56,7 +56,7 @@ FLOORS = (
     {"errors", "config", "outputs", "cache", "progress", "flags", "jobs", "compile_log"}
     | {"step_clock"},
     {"kv_cache", "host_blocks", "sharding", "layers", "attention", "rope", "rope_scaling"}
-    | {"compile_cache"}
+    | {"compile_cache", "compile_options"}
     | {"params", "salts", "weights", "quantization", "lora", "taps"},
     {"models", "penalties", "sampling", "checkpoint", "hub", "generation_config"}
     | {"tokenizer", "chat_template", "detokenizer", "stop_strings", "token_text"}

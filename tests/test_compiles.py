@@ -4,13 +4,16 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import re
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from paged_jax import AsyncEngine, Engine, EngineConfig, SamplingParams
+from paged_jax.compile_options import compile_options
 from paged_jax.errors import ConfigError, LateCompileError
 from paged_jax.model_runner import Program
 from paged_jax.models import ServedModel, from_nnx
@@ -93,6 +96,28 @@ def test_the_warm_up_runs_every_program_once(warm, monkeypatch):
     monkeypatch.setattr(warm.runner, "dummy_run", ran.append)
     warm.warm_up()
     assert ran == list(warm.runner.programs())
+
+
+def squared_rows(x: jax.Array) -> jax.Array:
+    """The squared length of each row, in the form that XLA's CPU of JAX 0.10.2 computes wrongly."""
+    unit = jnp.eye(3)
+    return jax.vmap(lambda row: jnp.sum((unit @ row) ** 2))(x)
+
+
+def test_a_sum_behind_a_product_is_right():
+    x = jnp.zeros((40_000, 3)).at[:, 0].set(jnp.arange(40_000.0))
+    program = jax.jit(squared_rows).lower(x).compile(compile_options(jax.devices("cpu")[0]))
+    np.testing.assert_allclose(program(x), np.arange(40_000.0) ** 2, rtol=1e-6)
+
+
+def test_the_cpus_library_gets_products_alone(warm):
+    """No sum of any program of the engine goes to YNNPACK."""
+    for program in warm.runner.programs():
+        text = warm.runner.compile(program).as_text()
+        called = re.findall(r"ynn_fusion[.\d]* = .* calls=(%[\w.]+)", text)
+        bodies = [text.split(f"\n{name} (", 1)[1].split("\n}", 1)[0] for name in called]
+        assert bodies or program.kind != "backbone"
+        assert [body for body in bodies if " reduce(" in body] == []
 
 
 def test_a_dummy_run_changes_nothing_of_a_request(warm):
