@@ -94,7 +94,9 @@ class ReferenceBackend:
             in_row = (tokens >= start) & (tokens < end) & (attn.seq_lens[row] > 0)
             position = jnp.where(in_row, position, -1)
             k, v, exists = _gather(pool, layer, attn.block_tables[row])
-            return out + _attend(q, k, v, exists, position, scoring)
+            return jnp.where(
+                in_row[:, None, None], _attend(q, k, v, exists, position, scoring), out
+            )
 
         out = jnp.zeros(q.shape, jnp.float32)
         return lax.fori_loop(0, attn.seq_lens.shape[0], one_row, out).astype(q.dtype)

@@ -273,12 +273,13 @@ def test_a85_rows_without_keys_give_zero_and_change_nothing(backend):
         np.testing.assert_array_equal(other, out)
 
 
+@pytest.mark.parametrize("decodes", [(300, 17, 130), (17, 65, 300)])
 @pytest.mark.parametrize("config", ["plain", "everything", "bfloat16"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a90_a_row_does_not_feel_its_neighbours(backend, config):
+def test_a90_a_row_does_not_feel_its_neighbours(backend, config, decodes):
     """The same bits alone and in company, at another place and over other blocks."""
     shape, scoring = CONFIGS[config]
-    decodes, chunks = (300, 17, 130), ((66, 200), (40, 40))
+    chunks = ((66, 200), (40, 40))
     company = random_sequences(shape, Rows(decodes, chunks))
     step = make_step(shape, Rows(decodes, chunks), company)
     together = run_step(backend, shape, step, **scoring).out
@@ -287,6 +288,24 @@ def test_a90_a_row_does_not_feel_its_neighbours(backend, config):
         alone = make_step(shape, rows, [sequence], seed=i + 1)
         out = run_step(backend, shape, alone, **scoring).out
         np.testing.assert_array_equal(out[alone.sequences[0][0]], together[tokens])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_whose_values_are_nan_spoils_no_other(backend):
+    shape = Shape()
+    rows = Rows(decodes=(17, 130, 300), chunks=((66, 66), (40, 90)))
+    whole = random_sequences(shape, rows)
+    step = make_step(shape, rows, whole)
+    expected = run_step(backend, shape, step).out
+    for spoilt in (1, 3):
+        sequences = list(whole)
+        sequences[spoilt] = whole[spoilt]._replace(values=whole[spoilt].values * NAN)
+        out = run_step(backend, shape, make_step(shape, rows, sequences)).out
+        for i, (tokens, _) in enumerate(step.sequences):
+            if i == spoilt:
+                assert np.isnan(out[tokens]).all()
+            else:
+                np.testing.assert_array_equal(out[tokens], expected[tokens])
 
 
 @pytest.mark.parametrize("config", ["plain", "everything", "bfloat16_pool"])
