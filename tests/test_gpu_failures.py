@@ -107,3 +107,7 @@ def test_a90_a_row_does_not_feel_its_neighbours(sizes):
         alone = make_step(shape, rows, [company[i]], seed=i + 1)
         own = run_step(NAME, shape, alone).out
         np.testing.assert_array_equal(own[alone.sequences[0][0]], out[together.sequences[i][0]])
+
+
+def test_a_row_of_nan_spoils_no_other():
+    contract.check_nan_spoils_no_other(NAME, SMALL, MIXED)

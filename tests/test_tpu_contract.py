@@ -169,8 +169,13 @@ def test_a89_every_query_length_of_every_key_length():
     contract.test_a89_every_query_length_of_every_key_length("tpu")
 
 
-def test_a90_a_row_does_not_feel_its_neighbours():
-    contract.test_a90_a_row_does_not_feel_its_neighbours("tpu", "plain")
+@pytest.mark.parametrize("decodes", [(300, 17, 130), (17, 65, 300)])
+def test_a90_a_row_does_not_feel_its_neighbours(decodes):
+    contract.test_a90_a_row_does_not_feel_its_neighbours("tpu", "plain", decodes)
+
+
+def test_a_row_of_nan_spoils_no_other():
+    contract.test_a_row_of_nan_spoils_no_other("tpu")
 
 
 def test_a_row_longer_than_its_table_sees_what_the_table_has():
