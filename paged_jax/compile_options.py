@@ -11,5 +11,5 @@ CPU_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDI
 
 
 def compile_options(device: jax.Device) -> dict[str, str]:
-    """Options for `Lowered.compile` or `jax.jit` where a program's results must be right."""
+    """For `Lowered.compile` and `jax.jit`: what a program for this device is compiled with."""
     return dict(CPU_OPTIONS) if device.platform == "cpu" else {}
