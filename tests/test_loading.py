@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from paged_jax.attention import dense
 from paged_jax.errors import ConfigError, ModelLoadError
-from paged_jax.models import FAMILIES, load_model
+from paged_jax.models import FAMILIES, describe_model, load_model
 from tests.oracle_llama import llama_logits
 from tests.tiny_models import TINY_LLAMA, llama_shapes, llama_tensors, write_model, write_tiny_llama
 
@@ -44,6 +45,19 @@ def change_tensors(directory: Path, **changes: np.ndarray | None) -> None:
         else:
             tensors[name] = tensor
     save_file(tensors, directory / "model.safetensors")
+
+
+def test_shapes_are_found_without_counting_draws(tmp_path, monkeypatch):
+    """Flax counts them, and under a trace each one takes longer than the one before."""
+    write_tiny_llama(tmp_path)
+    want = jax.tree.map(lambda x: (x.shape, x.dtype), load_model(tmp_path, dtype="float32").params)
+
+    def counted(stream):
+        raise AssertionError("a draw was counted")
+
+    monkeypatch.setattr(nnx.RngStream, "__call__", counted)
+    described = describe_model(tmp_path, dtype="float32").params
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), described) == want
 
 
 def test_a70_tied_without_a_head_uses_the_embedding(tmp_path, caplog):

@@ -86,7 +86,7 @@ def _open(directory: FilePath, dtype: DTypeLike, max_model_len: int | None) -> _
     if max_model_len is not None:
         config = config.for_context(max_model_len)
 
-    module = nnx.eval_shape(lambda: family.build(config, param_dtype, nnx.Rngs(0)))
+    module = nnx.eval_shape(lambda: family.build(config, param_dtype, _one_key()))
     graphdef, abstract, rest = nnx.split(module, nnx.Param, ...)
     shapes = {path: variable.get_value() for path, variable in nnx.to_flat_state(abstract)}
     apply, logits = serve_split(graphdef, rest)
@@ -102,6 +102,20 @@ def _open(directory: FilePath, dtype: DTypeLike, max_model_len: int | None) -> _
         splits=param_splits(abstract),
     )
     return _Opened(family, config, model)
+
+
+class _OneKey(nnx.RngStream):
+    """Always the same key, which is enough for shapes: what Flax does to count draws takes, under a
+    trace, a time that grows with their square."""
+
+    def __call__(self) -> jax.Array:
+        return self.key[...]
+
+
+def _one_key() -> nnx.Rngs:
+    rngs = nnx.Rngs(0)
+    rngs.default = _OneKey(jax.random.key(0), tag="default")
+    return rngs
 
 
 def named_params(params: Mapping[str, Any]) -> dict[str, jax.Array]:
