@@ -67,16 +67,18 @@ def linear(
     Chosen when the program is lowered, by the platform it is lowered for.
     """
     dtype = x.dtype if dtype is None else dtype
-    if isinstance(w, Weight):
-        y = w.multiply(x, dtype)
-    else:
-        y = lax.platform_dependent(
-            x,
-            w,
-            cpu=lambda x, w: on_cpu(x, w, dtype),
-            default=lambda x, w: rows_first(x, w, dtype),
-        )
+    y = w.multiply(x, dtype) if isinstance(w, Weight) else _product(x, w, jnp.dtype(dtype))
     return y if b is None else y + b.astype(dtype)[None, :]
+
+
+@partial(jax.jit, static_argnames="dtype")  # traced once for all layers of a size
+def _product(x: Array, w: Array, dtype: jnp.dtype) -> Array:
+    return lax.platform_dependent(
+        x,
+        w,
+        cpu=lambda x, w: on_cpu(x, w, dtype),
+        default=lambda x, w: rows_first(x, w, dtype),
+    )
 
 
 def on_cpu(x: Array, w: Array, dtype: DTypeLike) -> Array:
@@ -171,11 +173,16 @@ class RMSNorm(nnx.Module):
         self.offset = offset
 
     def __call__(self, x: Float[Array, "... E"]) -> Float[Array, "... E"]:
-        wide = x.astype(jnp.float32)
-        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        normed = wide * lax.rsqrt(mean_square + self.eps)
-        weight = jnp.expand_dims(self.weight[...].astype(jnp.float32), range(x.ndim - 1))
-        return (normed * (weight + self.offset)).astype(x.dtype)
+        return _rms_norm(x, self.weight[...], self.eps, self.offset)
+
+
+@partial(jax.jit, static_argnames=("eps", "offset"))
+def _rms_norm(x: Array, weight: Array, eps: float, offset: float) -> Array:
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    normed = wide * lax.rsqrt(mean_square + eps)
+    by_entry = jnp.expand_dims(weight.astype(jnp.float32), range(x.ndim - 1))
+    return (normed * (by_entry + offset)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -94,6 +95,7 @@ def declared_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return declared
 
 
+@jax.jit  # traced once for all layers
 def rotate(x: Float[Array, "T H D"], angles: Angles) -> Float[Array, "T H D"]:
     """Turn each head by the `(cos, sin)` of a Rope. Plane i is made of entries i and i + P."""
     cos, sin = angles

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from paged_jax import layers
 from paged_jax.layers import (
     FEW_ROWS,
     Embedding,
@@ -76,6 +77,24 @@ def test_linear_on_the_cpu_compiles_to_one_plain_product():
     assert transposed in text
     plain = jax.jit(rows_first, static_argnums=2).lower(x, w, jnp.dtype("float32"))
     assert transposed not in plain.compile().as_text()
+
+
+def test_what_all_layers_have_is_traced_once(monkeypatch):
+    """Every layer traced anew is what a program of thirty layers would wait for in Python."""
+    traced = []
+
+    def noted(x, w, dtype):
+        traced.append(w.shape)
+        return rows_first(x, w, dtype)
+
+    monkeypatch.setattr(layers, "on_cpu", noted)
+    x = jnp.zeros((3, 17))  # a size that no other test has
+
+    def model(ws):
+        return [linear(x, w) for w in ws]
+
+    jax.eval_shape(model, [jnp.zeros((5, 17)), jnp.zeros((5, 17)), jnp.zeros((7, 17))])
+    assert traced == [(5, 17), (7, 17)]
 
 
 def test_linear_can_be_differentiated():
