@@ -62,16 +62,17 @@ class Compiling:
 
         LateCompileError, before anything is compiled, if it is late and that is not wanted.
         """
-        for program in programs:
-            if self._runner.is_compiled(program):
-                continue
-            if self._warm and not self._late_compile:
-                raise LateCompileError(
-                    f"late_compile=False, and the warm-up did not compile this program: {program}"
-                )
+        missing = [program for program in programs if not self._runner.is_compiled(program)]
+        if not missing:
+            return
+        if self._warm and not self._late_compile:
+            raise LateCompileError(
+                f"late_compile=False, and the warm-up did not compile this program: {missing[0]}"
+            )
+        for program in missing:
             if self._warm:
                 self.num_late += 1
                 logger.warning("compiling after warm-up: %s", program)
             self._progress.say(f"compiling: {program}")
-            with self.clock.compiling():
-                self._runner.compile(program)
+        with self.clock.compiling():
+            self._runner.compile_all(missing, lambda program: None)

@@ -10,6 +10,7 @@ by rows R, makes logits and tokens of them. A third one, of one size, scores pro
 
 import concurrent.futures
 import dataclasses
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -305,8 +306,8 @@ class ModelRunner:
 
     def programs_of(self, moves: BlockMoves, sizes: StepSizes) -> Iterator[Program]:
         """Those that one step needs."""
-        for copy in moves.copies:
-            yield Program("copy", (copy.group, self._max_num_seqs))
+        for group in {copy.group for copy in moves.copies}:
+            yield Program("copy", (group, self._max_num_seqs))
         for kind, swaps in (("swap_out", moves.swap_outs), ("swap_in", moves.swap_ins)):
             for group in {swap.group for swap in swaps}:
                 yield from (Program(kind, (group, size)) for size in PARCEL_SIZES)
@@ -566,7 +567,7 @@ class ModelRunner:
 
     def _abstract_hidden(self) -> jax.ShapeDtypeStruct:
         shape = (self._max_num_seqs, self.model.hidden_size)
-        return self._abstract_array(*shape, dtype=self._hidden_dtype())
+        return self._abstract_array(*shape, dtype=self._hidden_dtype)
 
     def _abstract_counts(self) -> TokenCounts:
         shape = (self._max_num_seqs + 1, self.model.vocab_size)
@@ -685,6 +686,7 @@ class ModelRunner:
         """One whose results are whole on every device."""
         return jax.jit(function, out_shardings=self._sharding, **options)
 
+    @functools.cached_property
     def _hidden_dtype(self) -> Any:
         tokens = jax.ShapeDtypeStruct((8,), jnp.int32)
         attend = dense(jnp.zeros(8, jnp.int32))

@@ -252,6 +252,27 @@ def test_a_late_compile_is_counted_and_logged_with_its_size(warm, caplog):
     ]
 
 
+def test_all_that_a_step_lacks_is_compiled_at_once(warm, monkeypatch):
+    """Python traces the sampler while XLA compiles the step."""
+    first_step = warm.runner.sizes(0, 3, 1)
+    backbone = Program("backbone", (first_step.decodes, first_step.chunk_tokens))
+    lacking = [backbone, first_step.sampler]
+    for program in lacking:
+        del warm.runner._compiled[program]
+    together = []
+    compile_all = warm.runner.compile_all
+    monkeypatch.setattr(
+        warm.runner,
+        "compile_all",
+        lambda programs, done: (together.append(programs), compile_all(programs, done)),
+    )
+    before = warm.stats()
+    run_all(warm, {"a": ([3, 4, 5], SamplingParams(max_tokens=4, ignore_eos=True))})
+    assert lacking in together
+    assert all(map(warm.runner.is_compiled, lacking))
+    assert warm.stats().late_compiles == before.late_compiles + 2
+
+
 def test_a_late_compile_can_be_refused():
     uniform = from_nnx(nnx_models.Uniform(50), max_position=64)
     engine = make(uniform, 20, max_num_seqs=1, late_compile=False)
