@@ -1,10 +1,14 @@
 """A few queries against their rows' keys: an online softmax over tiles of a few blocks."""
 
+from functools import partial
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from pallas_kernels.metadata import GroupMetadata
 from pallas_kernels.pool import MAX_INT32, KVPool, block_in_range
 from pallas_kernels.quantized_kv import decode
 from pallas_kernels.scoring import Scoring
@@ -14,24 +18,62 @@ FEW_QUERIES = 32  # of a row and KV head
 MASKED = -1e30  # finite, so that a query that sees nothing gives no NaN
 
 
+class QueryTile(NamedTuple):
+    """Q queries of each of R rows, which walk their keys together; or X of them, on axis 0."""
+
+    rows: Int[Array, "*X R"]
+    position: Int[Array, "*X R Q"]  # of each query; negative: none
+    first_key_tile: Int[Array, "*X R"]  # that any query of the row sees
+    num_key_tiles: Int[Array, "*X"]  # from there, of the row that has the most
+
+
+def query_tiles(
+    rows: Int[Array, "X R"],
+    position: Int[Array, "X R Q"],
+    pool: KVPool,
+    attn: GroupMetadata,
+    window: int | None,
+) -> QueryTile:
+    """X tiles. Nothing of them is of a layer: XLA computes them once for all that are alike."""
+    tile_blocks, kv_tile_len = _key_tile(pool, attn)
+    end = jnp.max(position, axis=2) // kv_tile_len + 1
+    first = jnp.zeros_like(end)
+    if window is not None:
+        lowest = jnp.min(jnp.where(position >= 0, position, MAX_INT32), axis=2)
+        first = jnp.minimum(jnp.maximum(lowest - window + 1, 0) // kv_tile_len, end)
+    end = jnp.minimum(end, -(-attn.block_tables.shape[1] // tile_blocks))
+    return QueryTile(rows, position, first, jnp.max(end - first, axis=1))
+
+
+def nth_tile(tiles: QueryTile, i: Int[Array, ""]) -> QueryTile:
+    """One of X tiles."""
+    pick = partial(lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False)
+    return jax.tree.map(lambda x: pick(x, i), tiles)
+
+
+def _key_tile(pool: KVPool, attn: GroupMetadata) -> tuple[int, int]:
+    """Blocks and keys of a row that are taken together."""
+    block_size, table_width = pool.spec.block_size, attn.block_tables.shape[1]
+    tile_blocks = min(max(KV_TILE_LEN // block_size, 1), table_width)
+    return tile_blocks, tile_blocks * block_size
+
+
 def attend_tile(
     q: Float[Array, "R Q H D"],
     pool: KVPool,
-    block_tables: Int[Array, "S B"],
-    rows: Int[Array, " R"],
-    position: Int[Array, "R Q"],
+    attn: GroupMetadata,
+    tile: QueryTile,
     scoring: Scoring,
     *,
     layer: Int[Array, ""],
 ) -> Float[Array, "R Q H D"]:
-    """Q queries of each of R rows, in float32; a query with a negative position gives 0.
+    """The attention of a tile of queries, in float32; a query with a negative position gives 0.
 
     Walks each row's keys from the first that its queries see to the last, a tile of every row at
     a time, so the work is that of the row that has the most of them.
     """
-    block_size, table_width = pool.spec.block_size, block_tables.shape[1]
-    tile_blocks = min(max(KV_TILE_LEN // block_size, 1), table_width)
-    kv_tile_len = tile_blocks * block_size
+    tile_blocks, kv_tile_len = _key_tile(pool, attn)
+    block_size = pool.spec.block_size
     num_rows, num_queries, num_heads, head_size = q.shape
     num_kv_heads = pool.spec.num_kv_heads
     group_size = num_heads // num_kv_heads
@@ -40,14 +82,14 @@ def attend_tile(
     precision = lax.Precision.DEFAULT if short else lax.Precision.HIGHEST
 
     queries = _scale_queries(q, scoring, num_kv_heads)  # [R,K,Q*G,D]
-    per_head = jnp.repeat(position, group_size, axis=1)[:, :, None]  # [R,Q*G,1]
+    per_head = jnp.repeat(tile.position, group_size, axis=1)[:, :, None]  # [R,Q*G,1]
 
     def one_tile(i, state):
         top, total, out = state
-        tile = first[:, None] + i  # [R,1]
-        column = tile * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32)[None]
-        index, exists = _tile_blocks(pool, block_tables, rows, column, layer)
-        key_position = tile * kv_tile_len + jnp.arange(kv_tile_len, dtype=jnp.int32)[None]
+        key_tile = tile.first_key_tile[:, None] + i  # [R,1]
+        column = key_tile * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32)[None]
+        index, exists = _tile_blocks(pool, attn.block_tables, tile.rows, column, layer)
+        key_position = key_tile * kv_tile_len + jnp.arange(kv_tile_len, dtype=jnp.int32)[None]
         key_position = key_position[:, None]  # [R,1,J]
         seen = jnp.repeat(exists, block_size, axis=1)[:, None] & (key_position <= per_head)
         if scoring.window is not None:
@@ -69,10 +111,8 @@ def attend_tile(
         return new_top, total, out * shrink[..., None] + part
 
     top, total = _start(queries.shape[:-1], scoring, group_size)
-    first, end = _tile_range(position, scoring.window, kv_tile_len)
-    num_tiles = jnp.max(jnp.minimum(end, -(-table_width // tile_blocks)) - first)
     state = (top, total, jnp.zeros_like(queries))
-    top, total, out = lax.fori_loop(0, num_tiles, one_tile, state)
+    top, total, out = lax.fori_loop(0, tile.num_key_tiles, one_tile, state)
     out = out / jnp.where(total > 0, total, 1)[..., None]
     if scoring.v_scale is not None:
         out = out * scoring.v_scale[None, :, None, None]
@@ -106,18 +146,6 @@ def _start(
     return jnp.maximum(sinks, MASKED), jnp.ones(shape, jnp.float32)
 
 
-def _tile_range(
-    position: Int[Array, "R Q"], window: int | None, kv_tile_len: int
-) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
-    """First key tile that any query of a row sees, and the one after the last."""
-    end = jnp.max(position, axis=1) // kv_tile_len + 1
-    if window is None:
-        return jnp.zeros_like(end), end
-    lowest = jnp.min(jnp.where(position >= 0, position, MAX_INT32), axis=1)
-    first = jnp.maximum(lowest - window + 1, 0) // kv_tile_len
-    return jnp.minimum(first, end), end
-
-
 def _tile_blocks(
     pool: KVPool,
     block_tables: Int[Array, "S B"],
@@ -131,7 +159,7 @@ def _tile_blocks(
     """
     table_width = block_tables.shape[1]
     inside = jnp.minimum(column, table_width - 1)
-    ids = block_tables.at[rows[:, None], inside].get(mode="promise_in_bounds")
+    ids = _pick(block_tables, (rows[:, None], inside))
     index = block_in_range(pool.spec, layer, ids)
     exists = (ids > 0) & (index < pool.spec.num_layers * pool.spec.num_blocks)
     return index, exists & (column < table_width)
@@ -160,8 +188,13 @@ def _gather(array: Shaped[Array, "N K ..."], index: Int[Array, "R t"]) -> jax.Ar
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
     index = jnp.minimum(index, num_blocks - 1)[:, None] * num_kv_heads + heads  # [R,K,t]
     flat = array.reshape(num_blocks * num_kv_heads, -1)
-    tile = flat.at[index.reshape(-1)].get(mode="promise_in_bounds")
+    tile = _pick(flat, index.reshape(-1))
     return tile.reshape(*index.shape, *inner)
+
+
+def _pick(array: jax.Array, index: Any) -> jax.Array:
+    """`array[index]` for indices that are there: XLA is not told to mend others."""
+    return array.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def _multiply_keys(
