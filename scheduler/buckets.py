@@ -62,6 +62,12 @@ def rising_sizes(smallest: int, largest: int, *, finer_from: int) -> tuple[int, 
     return (*sizes, largest)
 
 
+def _mixed_decodes(max_num_seqs: int) -> tuple[int, ...]:
+    """All rows, and a quarter of them where that is worth more programs: while few decode, their
+    padding would be as long as a short chunk."""
+    return (max_num_seqs // 4, max_num_seqs) if max_num_seqs >= 32 else (max_num_seqs,)
+
+
 def make_buckets(*, max_num_seqs: int, max_num_batched_tokens: int) -> Buckets:
     """Default sizes for these limits.
 
@@ -73,6 +79,6 @@ def make_buckets(*, max_num_seqs: int, max_num_batched_tokens: int) -> Buckets:
     return Buckets(
         decodes=rows,
         chunks=rising_sizes(smallest, max_num_batched_tokens, finer_from=64),
-        mixed_decodes=(32, max_num_seqs) if max_num_seqs >= 64 else (max_num_seqs,),
+        mixed_decodes=_mixed_decodes(max_num_seqs),
         samples=rows,
     )

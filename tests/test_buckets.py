@@ -71,6 +71,16 @@ def test_every_step_within_the_limits_has_a_program_in_the_table(limits, data):
     assert buckets.pick_samples(num_decodes) >= num_decodes
 
 
+def test_few_decodes_beside_a_chunk_are_not_padded_to_all_rows():
+    def rows(max_num_seqs: int, num_decodes: int) -> int:
+        buckets = make_buckets(max_num_seqs=max_num_seqs, max_num_batched_tokens=256)
+        return buckets.pick(num_decodes, 60)[0]
+
+    assert [rows(32, n) for n in (0, 3, 8, 9, 32)] == [8, 8, 8, 32, 32]
+    assert [rows(256, n) for n in (0, 64, 65)] == [64, 64, 256]
+    assert rows(16, 1) == 16  # too few to be worth twice the programs
+
+
 @pytest.mark.parametrize("largest", [64, 96, 256, 500, 2048])
 def test_at_the_top_no_step_is_padded_by_more_than_half(largest):
     """Fourfold steps are for the small sizes only, where padding costs little."""
