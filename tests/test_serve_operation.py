@@ -256,16 +256,16 @@ def test_a69_a_step_that_blocks_is_seen_and_one_that_compiles_is_not(tmp_path, m
     go_on, blocked = threading.Event(), threading.Event()
     with tiny_server(tmp_path, ServeOptions(step_timeout_s=0.3), warmup="none") as server:
         inner = server.engine._engine
-        compile_one, step = inner.runner.compile, inner.step
+        compile_all, step = inner.runner.compile_all, inner.step
         slow = []
 
-        def compile_slowly(program):
+        def compile_slowly(programs, done):
             if not slow:
-                slow.append(program)
+                slow.append(programs)
                 time.sleep(0.6)
-            return compile_one(program)
+            compile_all(programs, done)
 
-        monkeypatch.setattr(inner.runner, "compile", compile_slowly)
+        monkeypatch.setattr(inner.runner, "compile_all", compile_slowly)
         with contextlib.closing(server.open(COMPLETIONS, body)):
             wait_until(lambda: slow)
             seen = set()
