@@ -19,12 +19,15 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from pallas_kernels import GpuBackend, registry
 
 NAME = "gpu_interpreted"
+# Copies that have a clock of their own. Those that share one hide each other's races.
+COPIES = 256
 
 
 @contextlib.contextmanager
 def interpreted_gpu() -> Iterator[None]:
     """Within, the back end `gpu_interpreted` exists, which notes races."""
-    backend = GpuBackend(NAME, interpret=InterpretGPUParams(detect_races=True))
+    params = InterpretGPUParams(detect_races=True, num_tma_threads_per_device=COPIES)
+    backend = GpuBackend(NAME, interpret=params)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry._backends, backend.name, backend)
         patch.setattr(thread_map, "_run_jaxpr", _Programs())

@@ -193,16 +193,19 @@ def test_the_whole_step_of_a_llama_updates_its_pool_in_place(head_size):
         x = x.astype(jnp.float32)
         return (x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)).astype("bfloat16")
 
+    @jax.jit  # as the engine does, so that JAX 0.11 lets layers share kernels
+    def attend(pool, q, k, v, attn, layer):
+        where = {"layer": layer, "backend": backend}
+        pool = write_kv(pool, k, v, attn, **where)
+        return pool, paged_attention(q, pool, attn, decode_rows=decode_rows, **where)
+
     def step(pool, params, tokens, attn):
         x = params["embed"][tokens]
         for layer in range(spec.num_layers):
             p = jax.tree.map(lambda a, layer=layer: a[layer], params["layers"])
             qkv = (rms(x) @ p["qkv"]).reshape(x.shape[0], -1, head_size)
             q, k, v = jnp.split(qkv, (num_heads, num_heads + num_kv_heads), axis=1)
-            pool = write_kv(pool, k, v, attn, layer=layer, backend=backend)
-            out = paged_attention(
-                q, pool, attn, layer=layer, decode_rows=decode_rows, backend=backend
-            )
+            pool, out = attend(pool, q, k, v, attn, jnp.int32(layer))
             x = x + out.reshape(x.shape[0], -1) @ p["out"]
             gate, up = jnp.split(rms(x) @ p["up"], 2, axis=1)
             x = x + (jax.nn.silu(gate) * up) @ p["down"]

@@ -219,7 +219,8 @@ USED = "plgpu.barrier_arrive(ring.used.at[slot])"
 LANDED = "plgpu.barrier_wait(landing.landed.at[stage])"
 # What must not go wrong: what to change in the kernel's source, and by what it is noticed.
 MISTAKES = {
-    "a missing wait": ("plgpu.barrier_wait(ring.values_ready.at[slot])", "pass", "race"),
+    "no wait for keys": ("plgpu.barrier_wait(ring.keys_ready.at[slot])", "pass", "race"),
+    "no wait for values": ("plgpu.barrier_wait(ring.values_ready.at[slot])", "pass", "race"),
     "a reused buffer": (f"{VALUES}\n    {USED}", f"{USED}\n    {VALUES}", "race"),
     "a window too wide by one": ("> position - window", ">= position - window", "result"),
     "a wrong table row": ("tables_ref[row, jnp", "tables_ref[0, jnp", "result"),
