@@ -261,11 +261,12 @@ def test_all_that_a_step_lacks_is_compiled_at_once(warm, monkeypatch):
         del warm.runner._compiled[program]
     together = []
     compile_all = warm.runner.compile_all
-    monkeypatch.setattr(
-        warm.runner,
-        "compile_all",
-        lambda programs, done: (together.append(programs), compile_all(programs, done)),
-    )
+
+    def noted(programs, done):
+        together.append(programs)
+        compile_all(programs, done)
+
+    monkeypatch.setattr(warm.runner, "compile_all", noted)
     before = warm.stats()
     run_all(warm, {"a": ([3, 4, 5], SamplingParams(max_tokens=4, ignore_eos=True))})
     assert lacking in together
