@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from paged_jax.errors import ModelLoadError
+from paged_jax.packing import pack, unpack
 from paged_jax.sharding import ALL_DEVICES
 from pallas_kernels import (
     KV_HEADS,
@@ -141,8 +142,12 @@ class PagedAttend:
         decode_rows: int,
         backend: Backend,
         mesh: Mesh | None = None,
+        packed: bool = False,
     ) -> None:
         """`pools[g]` is block group g's pool; `layer_slots[layer]` is (group, index in it).
+
+        If the model's tokens are `packed` (see `paged_jax.packing`), a call takes and gives C of
+        them, where `attn` speaks of D + C.
 
         Over a mesh of several devices each one attends with its own heads, to its own part of the
         pools: their specs say what one device holds.
@@ -154,6 +159,7 @@ class PagedAttend:
         self._decode_rows = decode_rows
         self._backend = backend
         self._mesh = None if mesh is None or mesh.size == 1 else mesh
+        self._packed = packed
 
     def __call__(self, q, k, v, *, layer, scale=None, window=None, softcap=None, sinks=None):
         group, index = self._slot(layer)
@@ -172,6 +178,7 @@ class PagedAttend:
             softcap=softcap,
             backend=self._backend,
             mesh=self._mesh,
+            packed=self._packed,
         )
         self._write(group, pool)
         return out
@@ -189,13 +196,33 @@ class PagedAttend:
             tables = attn.block_tables[group][rows]
             return read_kv(pools[group], tables, layer=index, backend=self._backend)
 
-        return StepRows(self._decode_rows, attn.query_start_loc, past_lens, read, self._write_layer)
+        return StepRows(
+            self._decode_rows,
+            attn.query_start_loc,
+            past_lens,
+            read,
+            self._write_layer,
+            self.unpack,
+            self.pack,
+        )
 
     def _write_layer(self, layer: int, k: Array, v: Array) -> None:
         group, index = self._slot(layer)
         pool = self._read(group)
         pool = write_kv(pool, k, v, self._attn, layer=index, group=group, backend=self._backend)
         self._write(group, pool)
+
+    def pack(self, x: Array) -> Array:
+        """An array with an entry for each token of the step as the model is given it."""
+        if not self._packed:
+            return x
+        return pack(x, self._attn.num_decodes, decode_rows=self._decode_rows)
+
+    def unpack(self, x: Array) -> Array:
+        """And back, from what the model gives."""
+        if not self._packed:
+            return x
+        return unpack(x, self._attn.num_decodes, decode_rows=self._decode_rows)
 
     def pools(self) -> tuple[KVPool, ...]:
         """The pools with everything that was written so far, one of each block group."""
@@ -239,6 +266,10 @@ class StepRows(NamedTuple):
     may be anything."""
     write: Callable[[int, Float[Array, "T K D"], Float[Array, "T K D"]], None]
     """(layer, keys, values): puts those of the step's tokens into the cache."""
+    unpack: Callable[[Array], Array]
+    """From an entry for each token as the model is given them to one for each as rows own them."""
+    pack: Callable[[Array], Array]
+    """And back."""
 
 
 @runtime_checkable
@@ -255,7 +286,9 @@ class AttendsByRow(Protocol):
 # Under jit, with the layer as an array, so that layers that are alike are traced once for all.
 @partial(
     jax.jit,
-    static_argnames=("group", "decode_rows", "scale", "window", "softcap", "backend", "mesh"),
+    static_argnames=(
+        *("group", "decode_rows", "scale", "window", "softcap", "backend", "mesh", "packed"),
+    ),
 )
 def _write_and_attend(
     pool: KVPool,
@@ -273,10 +306,13 @@ def _write_and_attend(
     softcap: float | None,
     backend: Backend,
     mesh: Mesh | None,
+    packed: bool,
 ) -> tuple[KVPool, Array]:
     """The two halves of paged attention in the order in which they must run."""
 
     def on_one_device(pool, q, k, v, attn, layer, sinks):
+        if packed:
+            q, k, v = (unpack(x, attn.num_decodes, decode_rows=decode_rows) for x in (q, k, v))
         pool = write_kv(pool, k, v, attn, layer=layer, group=group, backend=backend)
         out = paged_attention(
             q,
@@ -291,7 +327,7 @@ def _write_and_attend(
             sinks=sinks,
             backend=backend,
         )
-        return pool, out
+        return pool, pack(out, attn.num_decodes, decode_rows=decode_rows) if packed else out
 
     if mesh is None:
         return on_one_device(pool, q, k, v, attn, layer, sinks)

@@ -30,10 +30,10 @@ class Captures:
     def want(self, request_id: str) -> None:
         self._parts[request_id] = []
 
-    def note(self, output: SchedulerOutput, num_decode_rows: int, captured: jax.Array) -> None:
+    def note(self, output: SchedulerOutput, captured: jax.Array) -> None:
         """Keep what a dispatched step computes of the requests that are wanted."""
-        place = num_decode_rows
         placed = list(enumerate(output.decodes))
+        place = len(placed)
         for chunk in output.chunks:
             placed.append((place, chunk))
             place += chunk.num_tokens

@@ -525,7 +525,7 @@ class Engine:
         self, output: SchedulerOutput, began: float, updates: list[SequenceUpdate]
     ) -> _Pending:
         num_decodes = len(output.decodes)
-        if num_decodes and self.config.batching == "static":
+        if num_decodes and not output.chunks and self.config.batching == "static":
             num_decodes = max(num_decodes, output.num_slots_held)  # ended members still compute
         scored = self._asked.scored(output)
         sizes = self.runner.sizes(
@@ -554,7 +554,7 @@ class Engine:
                     self.runner.steer(row, vectors)
                 hidden, captured = self.runner.forward(batch, sizes)
                 if captured is not None:
-                    self._captures.note(output, sizes.decodes, captured)
+                    self._captures.note(output, captured)
         if output.num_tokens:
             if self._pending and awaits_a_token(output):
                 updates += self._update()  # while the device is at the backbone
@@ -567,7 +567,7 @@ class Engine:
         record = record_step(
             self.scheduler,
             output,
-            num_padded_tokens=sizes.decodes + sizes.chunk_tokens - output.num_tokens,
+            num_padded_tokens=sizes.num_tokens - output.num_tokens,
         )
         host_s = time.perf_counter() - began
         return _Pending(output, result, record, host_s, scored, scores)

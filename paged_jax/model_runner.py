@@ -3,9 +3,9 @@
     forward(batch, sizes) -> hidden              the backbone, without waiting
     draw(hidden, batch, sizes, edits) -> tokens  the sampler, without waiting
 
-Two programs make a step, so that their sizes add instead of multiplying: the backbone, by padded
-decode rows and chunk tokens (D, C), gives the hidden states of the rows that sample; the sampler,
-by rows R, makes logits and tokens of them. A third one, of one size, scores prompts.
+Two programs make a step, so that their sizes add instead of multiplying: the backbone, by decode
+rows or, with prefill, by tokens, gives the hidden states of the rows that sample; the sampler, by
+rows R, makes logits and tokens of them. A third one, of one size, scores prompts.
 """
 
 import concurrent.futures
@@ -63,8 +63,9 @@ class DeviceState(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A compiled size: `backbone` (D, C), `sample` or `sample_full` (R,), `count` or `score`
-    (tokens), or one that moves M blocks of a group: `copy`, `swap_out`, `swap_in` (group, M).
+    """A compiled size: `backbone` (D, C) as `Buckets` says, `sample` or `sample_full` (R,),
+    `count` or `score` (tokens), or one that moves M blocks of a group: `copy`, `swap_out`,
+    `swap_in` (group, M).
     """
 
     kind: str
@@ -72,7 +73,10 @@ class Program(NamedTuple):
 
     def __str__(self) -> str:
         if self.kind == "backbone":
-            return f"step of {self.size[0]} decode rows and {self.size[1]} prefill tokens"
+            rows, num_tokens = self.size
+            if num_tokens:
+                return f"step of {num_tokens} tokens with prefill, {rows} decode rows at most"
+            return f"step of {rows} decode rows"
         if self.kind == "sample":
             return f"sampler of {self.size[0]} rows"
         if self.kind == "sample_full":
@@ -85,7 +89,7 @@ class Program(NamedTuple):
 
 
 class StepSizes(NamedTuple):
-    """Padded sizes of one step: D decode rows, C chunk tokens, R sampled rows.
+    """Padded sizes of one step: D decode rows, C tokens if there is prefill, R sampled rows.
 
     `full` samplers know everything that a request can ask for; `score` if prompts are scored.
     """
@@ -95,6 +99,15 @@ class StepSizes(NamedTuple):
     samples: int
     full: bool = False
     score: bool = False
+
+    @property
+    def backbone(self) -> tuple[int, int]:
+        return self.decodes, self.chunk_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """That the backbone computes, padding included."""
+        return _num_computed(self.backbone)
 
     @property
     def sampler(self) -> "Program":
@@ -311,8 +324,8 @@ class ModelRunner:
         for kind, swaps in (("swap_out", moves.swap_outs), ("swap_in", moves.swap_ins)):
             for group in {swap.group for swap in swaps}:
                 yield from (Program(kind, (group, size)) for size in PARCEL_SIZES)
-        if sizes.decodes or sizes.chunk_tokens:
-            yield Program("backbone", (sizes.decodes, sizes.chunk_tokens))
+        if any(sizes.backbone):
+            yield Program("backbone", sizes.backbone)
         if sizes.samples:
             yield sizes.sampler
         if sizes.score:
@@ -361,11 +374,12 @@ class ModelRunner:
             for size in sizes
             if Program(kind, size) in self._compiled
             and all(have >= need for have, need in zip(size, ideal, strict=True))
+            and _num_computed(size) >= _num_computed(ideal)
         ]
         if not larger:
             return ideal
-        chosen = min(larger, key=sum)
-        self._num_padded[kind, ideal] += sum(chosen) - sum(ideal)
+        chosen = min(larger, key=_num_computed)
+        self._num_padded[kind, ideal] += _num_computed(chosen) - _num_computed(ideal)
         return chosen if self._num_padded[kind, ideal] <= PADDING_WORTH_COMPILING else ideal
 
     def is_compiled(self, program: Program) -> bool:
@@ -432,15 +446,17 @@ class ModelRunner:
         """A full step, of one-token rows and one prompt, whose every block is the null block."""
         inputs: _BackboneInputs = _zeros(self._backbone_inputs(decodes, chunk_tokens))
         attn = inputs.attn
-        attn.seq_lens[:decodes] = 1
+        num_decodes = min(decodes, chunk_tokens - 1) if chunk_tokens else decodes
+        attn.seq_lens[:num_decodes] = 1
         attn.query_start_loc[: decodes + 1] = np.arange(decodes + 1)
         if chunk_tokens:
-            prompt_len = min(chunk_tokens, self._table_width * self.specs[0].block_size)
+            room = self._table_width * self.specs[0].block_size
+            prompt_len = min(chunk_tokens - num_decodes, room)
             attn.seq_lens[decodes] = prompt_len
             attn.query_start_loc[decodes + 1 :] = decodes + prompt_len
             inputs.positions[decodes : decodes + prompt_len] = np.arange(prompt_len)
-        attn.num_decodes[...] = decodes
-        attn.num_seqs[...] = decodes + bool(chunk_tokens)
+        attn.num_decodes[...] = num_decodes
+        attn.num_seqs[...] = num_decodes + bool(chunk_tokens)
         return inputs
 
     def _lower(self, program: Program) -> Any:
@@ -487,12 +503,18 @@ class ModelRunner:
                 step.attn,
                 layer_slots=self._layer_slots,
                 decode_rows=decodes,
+                packed=bool(chunk_tokens),
                 backend=self.backend,
                 mesh=self._mesh,
             )
-            params = with_adapter_ids(params, _of_tokens(step.adapter_ids, step.attn, decodes))
-            taps = self._taps(attend, steering, _of_tokens(step.rows, step.attn, decodes))
-            hidden = self.model.apply(params, token_ids, step.positions, taps or attend)
+
+            def of_tokens(by_row):
+                return attend.pack(_of_tokens(by_row, step.attn, decodes))
+
+            params = with_adapter_ids(params, of_tokens(step.adapter_ids))
+            taps = self._taps(attend, steering, of_tokens(step.rows))
+            token_ids, positions = attend.pack(token_ids), attend.pack(step.positions)
+            hidden = attend.unpack(self.model.apply(params, token_ids, positions, taps or attend))
             states = Hidden(
                 hidden[step.logits_indices],
                 _padded(hidden[:decodes], self._max_num_seqs),
@@ -741,8 +763,9 @@ class ModelRunner:
 
     def forward(self, batch: Batch, sizes: StepSizes) -> tuple[Hidden, jax.Array | None]:
         """Dispatch the backbone: keys and values are written, tokens not drawn yet. With it come
-        the states behind the layers to capture [C, T, E], if there are some."""
-        backbone = self.compile(Program("backbone", (sizes.decodes, sizes.chunk_tokens)))
+        the states behind the layers to capture, if there are some: [C, T, E], the decodes' first
+        and those of the chunks right behind them."""
+        backbone = self.compile(Program("backbone", sizes.backbone))
         inputs = _BackboneInputs(
             batch.token_ids,
             batch.from_device,
@@ -862,6 +885,11 @@ class _BackboneInputs(NamedTuple):
     adapter_ids: Any
     logits_indices: Any
     attn: AttentionMetadata
+
+
+def _num_computed(size: tuple[int, ...]) -> int:
+    """Tokens of a step program (D, C), rows of a sampler (R,); padding included."""
+    return size[-1] or size[0]
 
 
 def _zeros(shapes: Any) -> Any:

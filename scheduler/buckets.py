@@ -7,37 +7,42 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Buckets:
-    """Sorted sizes for decode rows (D), prefill tokens (C) and sampled rows (R).
+    """Sorted sizes for decode rows (D), tokens of a step with prefill (C) and sampled rows (R).
 
-    A step without prefill takes its D from `decodes`; one with prefill from `mixed_decodes`,
-    which has few sizes since a chunk costs more than padded rows. `backbones()` is the table of
-    step programs and `samples` that of the sampler's: warm-up and dispatch both read them.
+    A step without prefill computes D tokens, C is 0. One with prefill computes C tokens, decodes
+    and chunks together; it has room for every row, which costs nothing where the row is padding.
+    `backbones()` is the table of step programs and `samples` that of the sampler's: warm-up and
+    dispatch both read them.
     """
 
     decodes: tuple[int, ...]
     chunks: tuple[int, ...]
-    mixed_decodes: tuple[int, ...]
     samples: tuple[int, ...]
 
     def __post_init__(self):
-        for name in ("decodes", "chunks", "mixed_decodes", "samples"):
+        for name in ("decodes", "chunks", "samples"):
             sizes = getattr(self, name)
             if not sizes or list(sizes) != sorted(set(sizes)):
                 raise ValueError(f"{name} must be rising sizes, got {sizes}")
 
     def backbones(self) -> Iterator[tuple[int, int]]:
         """Every (D, C) that a step can be padded to, largest first."""
-        for chunk in reversed(self.chunks):
-            for decode in reversed(self.mixed_decodes):
-                yield decode, chunk
-        for decode in reversed(self.decodes):
-            yield decode, 0
+        for num_tokens in reversed(self.chunks):
+            yield self.decodes[-1], num_tokens
+        for rows in reversed(self.decodes):
+            yield rows, 0
 
     def pick(self, num_decodes: int, num_chunk_tokens: int) -> tuple[int, int]:
+        """The least (D, C) for so many decodes and tokens of chunks."""
         if num_chunk_tokens == 0:
             return _round_up(self.decodes, num_decodes), 0
-        decode = _round_up(self.mixed_decodes, num_decodes)
-        return decode, _round_up(self.chunks, num_chunk_tokens)
+        rows = _round_up(self.decodes[-1:], num_decodes)
+        return rows, _round_up(self.chunks, num_decodes + num_chunk_tokens)
+
+    def num_tokens(self, num_decodes: int, num_chunk_tokens: int) -> int:
+        """How many are computed for so many, padding included."""
+        rows, num_tokens = self.pick(num_decodes, num_chunk_tokens)
+        return num_tokens or rows
 
     def pick_samples(self, num_samples: int) -> int:
         return _round_up(self.samples, num_samples)
@@ -47,38 +52,41 @@ def _round_up(sizes: tuple[int, ...], size: int) -> int:
     return sizes[bisect.bisect_left(sizes, size)]
 
 
-def rising_sizes(smallest: int, largest: int, *, finer_from: int) -> tuple[int, ...]:
-    """Sizes from `smallest` to `largest`: fourfold below `finer_from`, then doubling, then with
-    one in the middle too. Every size is a program to compile; at the top, powers of two would
-    waste up to half of a step.
+def _row_sizes(largest: int) -> tuple[int, ...]:
+    """Sizes up to `largest`: fourfold up to 16, then doubling, from 32 on with one in the middle
+    too. Every size is a program to compile; powers of two would waste up to half of a large step.
     """
     sizes = []
-    size = smallest
+    size = 1
     while size < largest:
         sizes.append(size)
-        if size >= 2 * finer_from and 3 * size // 2 < largest:
+        if size >= 32 and 3 * size // 2 < largest:
             sizes.append(3 * size // 2)
-        size *= 2 if size >= finer_from else 4
+        size *= 2 if size >= 16 else 4
     return (*sizes, largest)
 
 
-def _mixed_decodes(max_num_seqs: int) -> tuple[int, ...]:
-    """All rows, and a quarter of them where that is worth more programs: while few decode, their
-    padding would be as long as a short chunk."""
-    return (max_num_seqs // 4, max_num_seqs) if max_num_seqs >= 32 else (max_num_seqs,)
+def _chunk_sizes(largest: int) -> tuple[int, ...]:
+    """Sizes up to `largest`: 16, 64, in steps of 32 up to 256, then four to a doubling. They are
+    finer than rows are: a step with prefill takes about as long as it is padded to.
+    """
+    sizes = [16]
+    size = 64
+    while size < largest:
+        sizes.append(size)
+        size += max(32, (1 << size.bit_length()) // 8)
+    return (*(size for size in sizes if size < largest), largest)
 
 
 def make_buckets(*, max_num_seqs: int, max_num_batched_tokens: int) -> Buckets:
     """Default sizes for these limits.
 
-    A step's decodes and chunk together stay within `max_num_batched_tokens`, so the largest
-    chunk is a bucket edge.
+    A step's decodes and chunks together stay within `max_num_batched_tokens`, so that is the
+    largest size.
     """
-    rows = rising_sizes(1, max_num_seqs, finer_from=16)
-    smallest = min(16, max_num_batched_tokens)
+    rows = _row_sizes(max_num_seqs)
     return Buckets(
         decodes=rows,
-        chunks=rising_sizes(smallest, max_num_batched_tokens, finer_from=64),
-        mixed_decodes=_mixed_decodes(max_num_seqs),
+        chunks=_chunk_sizes(max_num_batched_tokens),
         samples=rows,
     )

@@ -57,7 +57,7 @@ FLOORS = (
     | {"step_clock"},
     {"kv_cache", "host_blocks", "sharding", "layers", "attention", "rope", "rope_scaling"}
     | {"compile_cache", "compile_options"}
-    | {"params", "salts", "weights", "quantization", "lora", "taps"},
+    | {"packing", "params", "salts", "weights", "quantization", "lora", "taps"},
     {"models", "penalties", "sampling", "checkpoint", "hub", "generation_config"}
     | {"tokenizer", "chat_template", "detokenizer", "stop_strings", "token_text"}
     | {"prompts", "response", "beam_search", "logit_edits"},

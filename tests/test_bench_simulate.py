@@ -148,8 +148,8 @@ def test_padding_is_that_of_the_step_programs():
     with SimulatedBed().engine(sized_for(config(max_num_batched_tokens=64), trace)) as engine:
         measured = engine.measure(trace, label="")
     assert [r.num_tokens for r in measured.run.records] == [9] + [3] * 8
-    # The first step is padded to 16 decode rows and 16 prefill tokens, the others to 4 rows.
-    assert measured.figures["padding_share"] == pytest.approx((23 + 8) / (32 + 8 * 4))
+    # The first step is padded to 16 tokens, the others to 4 rows.
+    assert measured.figures["padding_share"] == pytest.approx((7 + 8) / (16 + 8 * 4))
 
 
 def test_the_command_prints_markdown_and_writes_every_figure(tmp_path, capsys):

@@ -792,6 +792,24 @@ def test_a24_abort_during_a_long_prefill_ends_it_within_two_steps(engine_of):
 # Figures
 
 
+def test_the_model_computes_what_the_records_say_and_never_more_than_the_limit(models):
+    """Rows that do not decode take no room beside a chunk."""
+    plain, computed = models["llama"], set()
+
+    def apply(params, token_ids, positions, attend):
+        computed.add(token_ids.shape[0])
+        return plain.apply(params, token_ids, positions, attend)
+
+    model = plain._replace(apply=apply)
+    engine = make_engine(model, max_num_batched_tokens=20, warmup="none")
+    run_all(engine, JOBS)
+    computed.discard(8)  # that many are traced to know the model
+    with_prefill = {r.num_tokens + r.num_padded_tokens for r in engine.records if r.num_chunks}
+    without = {r.num_tokens + r.num_padded_tokens for r in engine.records if not r.num_chunks}
+    assert (with_prefill, without) == ({16, 20}, {1, 4})
+    assert computed == with_prefill | without
+
+
 def test_the_figures_add_up(engine):
     before, num_records = engine.stats(), len(engine.records)
     samples = run_all(engine, JOBS)

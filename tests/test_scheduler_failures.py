@@ -942,9 +942,7 @@ class LastFirst:
 
 @both_lags
 def test_a23_lengths_in_different_buckets_preempt_nobody(lag):
-    buckets = Buckets(
-        decodes=(1, 2, 4), chunks=(16, 64, 256), mixed_decodes=(4,), samples=(1, 2, 4)
-    )
+    buckets = Buckets(decodes=(1, 2, 4), chunks=(16, 64, 256), samples=(1, 2, 4))
     config = make_config(num_usable=100, max_num_batched_tokens=256)
     engine = make_engine(config, lag=lag)
     lengths = (3, 17, 130)

@@ -149,6 +149,6 @@ class Simulation:
         if not output.num_tokens:
             return 0
         num_decodes = len(output.decodes)
-        if num_decodes and self._config.batching == "static":
+        if num_decodes and not output.chunks and self._config.batching == "static":
             num_decodes = max(num_decodes, output.num_slots_held)  # ended members still compute
-        return sum(self._buckets.pick(num_decodes, output.num_chunk_tokens)) - output.num_tokens
+        return self._buckets.num_tokens(num_decodes, output.num_chunk_tokens) - output.num_tokens

@@ -234,6 +234,7 @@ def _run_rows(
 ) -> Float[Array, "T V"]:
     """A step, sequence by sequence: one-token rows side by side, chunks one after the other."""
     decodes = rows.decode_rows
+    token_ids, positions = rows.unpack(token_ids), rows.unpack(positions)
     parts = []
     if decodes:
         parts.append(_run_decodes(model, rows, token_ids[:decodes], positions[:decodes]))
@@ -242,7 +243,7 @@ def _run_rows(
     scores, new = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
     for layer, (k, v) in enumerate(new):
         rows.write(layer, k, v)
-    return scores
+    return rows.pack(scores)
 
 
 def _run_decodes(
