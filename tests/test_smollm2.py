@@ -1,7 +1,7 @@
 """The real model: the tokens of an independent float32 implementation, however they are run.
 
-All engines here have the same sizes, so that they share their compiled programs; a small pool is
-made by taking blocks away from a large one.
+All engines here have the same few sizes, so that they share their compiled programs; a small pool
+is made by taking blocks away from a large one.
 """
 
 import json
@@ -24,7 +24,12 @@ NUM_BLOCKS, FEW_BLOCKS = 200, 24
 
 
 def make(directory, **config):
-    sizes = {"max_model_len": 512, "max_num_seqs": 16, "num_blocks": NUM_BLOCKS}
+    sizes = {
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 64,
+        "num_blocks": NUM_BLOCKS,
+    }
     return LLM(str(directory), dtype="float32", progress=SilentProgress(), **(sizes | config))
 
 
@@ -79,10 +84,10 @@ def test_text_and_chats_give_the_goldens(llm):
 WAYS = {
     "16 tokens a step, preempted": {"max_num_batched_tokens": 16, "enable_prefix_caching": False},
     "swapped": {"preemption_mode": "swap", "swap_space": 1.0},
-    "static and reserved": {"batching": "static", "allocation": "reserved"},
 }
 MORE_WAYS = {
-    "64 tokens a step, preempted": {"max_num_batched_tokens": 64},
+    "static and reserved": {"batching": "static", "allocation": "reserved"},
+    "256 tokens a step, preempted": {"max_num_batched_tokens": 256},
     "dedicated prefill": {"prefill": "dedicated", "scheduling_policy": "shortest"},
 }
 
