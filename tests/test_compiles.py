@@ -302,6 +302,17 @@ def test_warm_up_can_be_given_up(caplog):
     engine.close()
 
 
+def test_a_larger_program_stands_in_only_where_all_tokens_have_room():
+    """One with prefill has room for every row, but computes only so many tokens."""
+    sizes = {"max_num_seqs": 20, "max_num_batched_tokens": 32}
+    engine = make(from_nnx(nnx_models.Uniform(50)), 40, warmup="lazy", **sizes)
+    runner = engine.runner
+    runner._compiled[Program("backbone", (20, 16))] = None  # is asked for, not run
+    assert runner.sizes(4, 0, 4).backbone == (20, 16)
+    assert runner.sizes(18, 0, 18).backbone == (20, 0)
+    engine.close()
+
+
 # Memory
 
 
