@@ -311,9 +311,12 @@ def _write_and_attend(
     """The two halves of paged attention in the order in which they must run."""
 
     def on_one_device(pool, q, k, v, attn, layer, sinks):
+        written = attn
         if packed:
-            q, k, v = (unpack(x, attn.num_decodes, decode_rows=decode_rows) for x in (q, k, v))
-        pool = write_kv(pool, k, v, attn, layer=layer, group=group, backend=backend)
+            q = unpack(q, attn.num_decodes, decode_rows=decode_rows)
+            slots = pack(attn.slot_mapping.T, attn.num_decodes, decode_rows=decode_rows)
+            written = attn._replace(slot_mapping=slots.T)
+        pool = write_kv(pool, k, v, written, layer=layer, group=group, backend=backend)
         out = paged_attention(
             q,
             pool,

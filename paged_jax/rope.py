@@ -101,9 +101,10 @@ def rotate(x: Float[Array, "T H D"], angles: Angles) -> Float[Array, "T H D"]:
     cos, sin = angles
     rotary_size = 2 * cos.shape[-1]
     halves = x[..., :rotary_size].astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)  # [T,H,2,P]
-    signed = jnp.stack([-sin, sin], axis=1)[:, None]  # [T,1,2,P]
+    # In one array: XLA's CPU would compute a cosine alone again for every head and layer.
+    factors = jnp.concatenate([cos, cos, -sin, sin], axis=-1).reshape(-1, 1, 2, *halves.shape[2:])
     # One pass over memory: XLA's CPU would write a concatenation of halves element by element.
-    turned = halves * cos[:, None, None] + halves[..., ::-1, :] * signed
+    turned = halves * factors[:, :, 0] + halves[..., ::-1, :] * factors[:, :, 1]
     turned = turned.reshape(*x.shape[:-1], rotary_size).astype(x.dtype)
     if rotary_size == x.shape[-1]:
         return turned

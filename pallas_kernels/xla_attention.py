@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.metadata import GroupMetadata
 from pallas_kernels.pool import KVPool
 from pallas_kernels.scoring import Scoring
-from pallas_kernels.xla_tiles import attend_tile, nth_tile, query_tiles
+from pallas_kernels.xla_tiles import attend_tile, nth_tile, pick, query_tiles
 
 # Measured on CPUs: larger tiles fall out of the cache and waste more on the rows' ends.
 DECODE_GROUP = 4
@@ -45,13 +45,13 @@ def attend_decodes(
 
     def one_group(i, out):
         tile = nth_tile(tiles, i)
-        part = attend_tile(q[tile.rows][:, None], pool, attn, tile, scoring, layer=layer)
+        part = attend_tile(pick(q, tile.rows)[:, None], pool, attn, tile, scoring, layer=layer)
         return lax.dynamic_update_slice_in_dim(out, part[:, 0].astype(q.dtype), i * group, axis=0)
 
     num_groups = (jnp.sum(seq_lens > 0, dtype=jnp.int32) + group - 1) // group
     out = jnp.zeros((order.shape[0], *q.shape[1:]), q.dtype)
     out = lax.fori_loop(0, num_groups, one_group, out)
-    return out[jnp.argsort(order[:num_rows])]
+    return pick(out, jnp.argsort(order[:num_rows]))
 
 
 def attend_prefills(

@@ -6,16 +6,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.metadata import GroupMetadata
-from pallas_kernels.pool import MAX_INT32, KVPool, block_in_range
+from pallas_kernels.pool import MAX_INT32, KVPool
 from pallas_kernels.quantized_kv import decode
 from pallas_kernels.scoring import Scoring
 
 KV_TILE_LEN = 64  # keys of a row taken together, in whole blocks; measured on CPUs
 FEW_QUERIES = 32  # of a row and KV head
-MASKED = -1e30  # finite, so that a query that sees nothing gives no NaN
+NO_KEY = -1e30  # the maximum of no scores: finite, so that a query that sees nothing gives no NaN
+MASKED = 2 * NO_KEY  # below it, so that its weight is 0 even there
 
 
 class QueryTile(NamedTuple):
@@ -23,8 +24,9 @@ class QueryTile(NamedTuple):
 
     rows: Int[Array, "*X R"]
     position: Int[Array, "*X R Q"]  # of each query; negative: none
-    first_key_tile: Int[Array, "*X R"]  # that any query of the row sees
-    num_key_tiles: Int[Array, "*X"]  # from there, of the row that has the most
+    first_key: Int[Array, "*X R"]  # that any query of the row sees
+    last_key: Int[Array, "*X R"]  # likewise; one less than the first where none sees any
+    num_key_tiles: Int[Array, "*X"]  # from the first, of the row that has the most
 
 
 def query_tiles(
@@ -35,20 +37,27 @@ def query_tiles(
     window: int | None,
 ) -> QueryTile:
     """X tiles. Nothing of them is of a layer: XLA computes them once for all that are alike."""
-    tile_blocks, kv_tile_len = _key_tile(pool, attn)
-    end = jnp.max(position, axis=2) // kv_tile_len + 1
-    first = jnp.zeros_like(end)
+    kv_tile_len = _key_tile(pool, attn)[1]
+    num_table_keys = attn.block_tables.shape[1] * pool.spec.block_size
+    last = jnp.minimum(jnp.max(position, axis=2), num_table_keys - 1)
+    first = jnp.zeros_like(last)
     if window is not None:
         lowest = jnp.min(jnp.where(position >= 0, position, MAX_INT32), axis=2)
-        first = jnp.minimum(jnp.maximum(lowest - window + 1, 0) // kv_tile_len, end)
-    end = jnp.minimum(end, -(-attn.block_tables.shape[1] // tile_blocks))
-    return QueryTile(rows, position, first, jnp.max(end - first, axis=1))
+        first = jnp.minimum(jnp.maximum(lowest - window + 1, 0), last + 1)
+    num_key_tiles = last // kv_tile_len - first // kv_tile_len + 1
+    num_key_tiles = jnp.where(last >= first, num_key_tiles, 0)
+    return QueryTile(rows, position, first, last, jnp.max(num_key_tiles, axis=1))
 
 
 def nth_tile(tiles: QueryTile, i: Int[Array, ""]) -> QueryTile:
     """One of X tiles."""
     pick = partial(lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False)
     return jax.tree.map(lambda x: pick(x, i), tiles)
+
+
+def pick(array: jax.Array, index: Any) -> jax.Array:
+    """`array[index]` for indices that are there: XLA is not told to mend others."""
+    return array.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def _key_tile(pool: KVPool, attn: GroupMetadata) -> tuple[int, int]:
@@ -73,9 +82,8 @@ def attend_tile(
     a time, so the work is that of the row that has the most of them.
     """
     tile_blocks, kv_tile_len = _key_tile(pool, attn)
-    block_size = pool.spec.block_size
+    num_layers, num_blocks, block_size, num_kv_heads, *_ = pool.spec
     num_rows, num_queries, num_heads, head_size = q.shape
-    num_kv_heads = pool.spec.num_kv_heads
     group_size = num_heads // num_kv_heads
     # Exact float32 products unless both sides are short: an accelerator's default is less.
     short = q.dtype.itemsize == pool.arrays[0].dtype.itemsize == 2
@@ -83,28 +91,33 @@ def attend_tile(
 
     queries = _scale_queries(q, scoring, num_kv_heads)  # [R,K,Q*G,D]
     per_head = jnp.repeat(tile.position, group_size, axis=1)[:, :, None]  # [R,Q*G,1]
+    first, last = tile.first_key[:, None], tile.last_key[:, None]  # [R,1]
+    first_tile = first // kv_tile_len
+    lanes = jnp.arange(kv_tile_len, dtype=jnp.int32)[None]
 
     def one_tile(i, state):
         top, total, out = state
-        key_tile = tile.first_key_tile[:, None] + i  # [R,1]
-        column = key_tile * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32)[None]
-        index, exists = _tile_blocks(pool, attn.block_tables, tile.rows, column, layer)
-        key_position = key_tile * kv_tile_len + jnp.arange(kv_tile_len, dtype=jnp.int32)[None]
-        key_position = key_position[:, None]  # [R,1,J]
-        seen = jnp.repeat(exists, block_size, axis=1)[:, None] & (key_position <= per_head)
+        key_tile = first_tile + i  # [R,1]
+        block_ids = _block_ids(attn.block_tables, tile.rows, key_tile, tile_blocks)  # [R,t]
+        keys, values = _keys_and_values(pool, layer * num_blocks + block_ids)
+        key = key_tile * kv_tile_len + lanes  # its position: [R,J]
+        there = jnp.repeat(block_ids > 0, block_size, axis=1) & (key <= last)
         if scoring.window is not None:
-            seen &= key_position > per_head - scoring.window
-        keys, values = _keys_and_values(pool, index)  # [R,K,t,D,b] [R,K,J,D]
+            there &= key >= first
         # Zero times NaN is NaN: an unseen slot's value must not meet its zero weight.
-        values = jnp.where(seen.any(axis=1)[:, None, :, None], values, 0)
-        seen = seen[:, None]  # [R,1,Q*G,J]
+        values = jnp.where(there[:, None, :, None], values, 0)
+        seen = there[:, None]  # [R,1,J]; by one query, which sees all that is there
+        if num_queries > 1:
+            seen &= key[:, None] <= per_head  # [R,Q*G,J]
+            if scoring.window is not None:
+                seen &= key[:, None] > per_head - scoring.window
 
         scores = _multiply_keys(queries, keys, precision)
         if scoring.softcap is not None:
             scores = scoring.softcap * jnp.tanh(scores / scoring.softcap)
-        scores = jnp.where(seen, scores, MASKED)
+        scores = jnp.where(seen[:, None], scores, MASKED)
         new_top = jnp.maximum(top, scores.max(axis=-1))
-        weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0)
+        weights = jnp.exp(scores - new_top[..., None])  # 0 for what is masked
         shrink = jnp.exp(top - new_top)
         total = total * shrink + weights.sum(axis=-1)
         part = jnp.einsum("rkmj,rkjd->rkmd", weights, values, precision=precision)
@@ -112,7 +125,9 @@ def attend_tile(
 
     top, total = _start(queries.shape[:-1], scoring, group_size)
     state = (top, total, jnp.zeros_like(queries))
-    top, total, out = lax.fori_loop(0, tile.num_key_tiles, one_tile, state)
+    exists = (layer >= 0) & (layer < num_layers)
+    num_tiles = jnp.where(exists, tile.num_key_tiles, 0)
+    top, total, out = lax.fori_loop(0, num_tiles, one_tile, state)
     out = out / jnp.where(total > 0, total, 1)[..., None]
     if scoring.v_scale is not None:
         out = out * scoring.v_scale[None, :, None, None]
@@ -137,32 +152,24 @@ def _start(
 ) -> tuple[Float[Array, "R K M"], Float[Array, "R K M"]]:
     """The softmax's running maximum and sum before any key: a sink is a key seen already."""
     if scoring.sinks is None:
-        return jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
+        return jnp.full(shape, NO_KEY, jnp.float32), jnp.zeros(shape, jnp.float32)
     num_rows, num_kv_heads, num_queries = shape
     sinks = scoring.sinks.reshape(1, num_kv_heads, 1, group_size)
     sinks = jnp.broadcast_to(
         sinks, (num_rows, num_kv_heads, num_queries // group_size, group_size)
     ).reshape(shape)
-    return jnp.maximum(sinks, MASKED), jnp.ones(shape, jnp.float32)
+    return jnp.maximum(sinks, NO_KEY), jnp.ones(shape, jnp.float32)
 
 
-def _tile_blocks(
-    pool: KVPool,
+def _block_ids(
     block_tables: Int[Array, "S B"],
     rows: Int[Array, " R"],
-    column: Int[Array, "R t"],
-    layer: Int[Array, ""],
-) -> tuple[Int[Array, "R t"], Bool[Array, "R t"]]:
-    """Where these columns of the rows' tables lie in the pool, and which of them exist.
-
-    An absent one lies past the pool's end.
-    """
-    table_width = block_tables.shape[1]
-    inside = jnp.minimum(column, table_width - 1)
-    ids = _pick(block_tables, (rows[:, None], inside))
-    index = block_in_range(pool.spec, layer, ids)
-    exists = (ids > 0) & (index < pool.spec.num_layers * pool.spec.num_blocks)
-    return index, exists & (column < table_width)
+    key_tile: Int[Array, "R 1"],
+    tile_blocks: int,
+) -> Int[Array, "R t"]:
+    """The blocks of one tile of keys of each row; any of the row's past its table's end."""
+    column = key_tile * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32)[None]
+    return pick(block_tables, (rows[:, None], jnp.minimum(column, block_tables.shape[1] - 1)))
 
 
 def _keys_and_values(
@@ -180,21 +187,16 @@ def _keys_and_values(
 
 
 def _gather(array: Shaped[Array, "N K ..."], index: Int[Array, "R t"]) -> jax.Array:
-    """Blocks by KV head `[R, K, t, ...]`; for an absent block, some other one.
+    """Blocks by KV head `[R, K, t, ...]`.
 
     One index for each slice that lies together: XLA's CPU copies those fastest.
     """
     num_blocks, num_kv_heads, *inner = array.shape
     heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
-    index = jnp.minimum(index, num_blocks - 1)[:, None] * num_kv_heads + heads  # [R,K,t]
+    index = index[:, None] * num_kv_heads + heads  # [R,K,t]
     flat = array.reshape(num_blocks * num_kv_heads, -1)
-    tile = _pick(flat, index.reshape(-1))
+    tile = pick(flat, index.reshape(-1))
     return tile.reshape(*index.shape, *inner)
-
-
-def _pick(array: jax.Array, index: Any) -> jax.Array:
-    """`array[index]` for indices that are there: XLA is not told to mend others."""
-    return array.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def _multiply_keys(

@@ -80,6 +80,21 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only():
     np.testing.assert_allclose(product(5, 5), np.einsum("thd,thd->h", q, k), atol=1e-5)
 
 
+def test_a_step_computes_each_cosine_once():
+    """And not again for every head of every layer, as XLA's CPU did with a cosine by itself."""
+    rope = Rope(rotary_size=16, theta=10000.0)
+    weights = jnp.ones((3, 64, 64))
+
+    def layers(x, positions):
+        angles = rope(positions)
+        for weight in weights:
+            x = rotate((x @ weight).reshape(8, 4, 16), angles).reshape(8, 64)
+        return x
+
+    compiled = jax.jit(layers).lower(jnp.ones((8, 64)), jnp.arange(8)).compile()
+    assert compiled.as_text().count(" cosine(") == 1
+
+
 def test_rotation_is_float32_inside_and_keeps_the_dtype():
     rope = Rope.from_hf({}, head_size=16)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 16)), jnp.bfloat16)
