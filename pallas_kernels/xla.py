@@ -97,10 +97,6 @@ class XlaBackend:
         layer: Int[Array, ""],
         decode_rows: int,
     ) -> Float[Array, "T H D"]:
-        # What is no block becomes the null block, which nobody sees; once for all layers.
-        tables = attn.block_tables
-        is_block = (tables > 0) & (tables < pool.spec.num_blocks)
-        attn = attn._replace(block_tables=jnp.where(is_block, tables, 0))
         decodes = attend_decodes(q[:decode_rows], pool, attn, scoring, layer=layer)
         prefills = attend_prefills(q[decode_rows:], pool, attn, scoring, layer=layer)
         return jnp.concatenate([decodes, prefills])

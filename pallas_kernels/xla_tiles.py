@@ -81,7 +81,7 @@ def attend_tile(
     Walks each row's keys from the first that its queries see to the last, a tile of every row at
     a time, so the work is that of the row that has the most of them.
     """
-    tile_blocks, kv_tile_len = _key_tile(pool, attn)
+    kv_tile_len = _key_tile(pool, attn)[1]
     num_layers, num_blocks, block_size, num_kv_heads, *_ = pool.spec
     num_rows, num_queries, num_heads, head_size = q.shape
     group_size = num_heads // num_kv_heads
@@ -98,7 +98,7 @@ def attend_tile(
     def one_tile(i, state):
         top, total, out = state
         key_tile = first_tile + i  # [R,1]
-        block_ids = _block_ids(attn.block_tables, tile.rows, key_tile, tile_blocks)  # [R,t]
+        block_ids = _block_ids(pool, attn, tile.rows, key_tile)  # [R,t]
         keys, values = _keys_and_values(pool, layer * num_blocks + block_ids)
         key = key_tile * kv_tile_len + lanes  # its position: [R,J]
         there = jnp.repeat(block_ids > 0, block_size, axis=1) & (key <= last)
@@ -162,14 +162,15 @@ def _start(
 
 
 def _block_ids(
-    block_tables: Int[Array, "S B"],
-    rows: Int[Array, " R"],
-    key_tile: Int[Array, "R 1"],
-    tile_blocks: int,
+    pool: KVPool, attn: GroupMetadata, rows: Int[Array, " R"], key_tile: Int[Array, "R 1"]
 ) -> Int[Array, "R t"]:
-    """The blocks of one tile of keys of each row; any of the row's past its table's end."""
+    """The blocks of one tile of keys of each row. What is no block is 0, the null block; past the
+    table's end it is any of the row's."""
+    tile_blocks = _key_tile(pool, attn)[0]
     column = key_tile * tile_blocks + jnp.arange(tile_blocks, dtype=jnp.int32)[None]
-    return pick(block_tables, (rows[:, None], jnp.minimum(column, block_tables.shape[1] - 1)))
+    inside = jnp.minimum(column, attn.block_tables.shape[1] - 1)
+    ids = pick(attn.block_tables, (rows[:, None], inside))
+    return jnp.where((ids > 0) & (ids < pool.spec.num_blocks), ids, 0)
 
 
 def _keys_and_values(
