@@ -51,8 +51,8 @@ def query_tiles(
 
 def nth_tile(tiles: QueryTile, i: Int[Array, ""]) -> QueryTile:
     """One of X tiles."""
-    pick = partial(lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False)
-    return jax.tree.map(lambda x: pick(x, i), tiles)
+    nth = partial(lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False)
+    return jax.tree.map(lambda x: nth(x, i), tiles)
 
 
 def pick(array: jax.Array, index: Any) -> jax.Array:
